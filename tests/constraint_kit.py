@@ -50,11 +50,11 @@ class Grammar:
 
     def allowed(self, tokens, vocabulary):
         """bool[V]: allowed next tokens."""
-        found, state, stop = np.zeros(vocabulary, np.bool_), self.after(tokens), [*self.stop_tokens]
+        allowed, state, stop = np.zeros(vocabulary, np.bool_), self.after(tokens), [*self.stop_tokens]
         if state is not None:
-            found[: len(self.table.token_class)] = self.table.next_state[state, self.table.token_class] >= 0
-        found[stop] = state is None or self.table.may_end[state]
-        return found
+            allowed[: len(self.table.token_class)] = self.table.next_state[state, self.table.token_class] >= 0
+        allowed[stop] = state is None or self.table.may_end[state]
+        return allowed
 
     def accepts(self, output):
         """Whether an output is a text of the grammar with a stop token, or a part of a text if it was cut."""

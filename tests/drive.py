@@ -116,8 +116,8 @@ def padded(values: Any, width: int, fill: Any = 0) -> np.ndarray:
 
 def lines(texts: Mapping[int, Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """i32[rows, width] and i32[rows]: the tokens of the texts {row: text}, padded, and their lengths."""
-    found = [texts.get(row, ()) for row in range(rows)]
-    return np.stack([padded(text, width) for text in found]), np.array([len(text) for text in found], np.int32)
+    row_texts = [texts.get(row, ()) for row in range(rows)]
+    return np.stack([padded(text, width) for text in row_texts]), np.array([len(text) for text in row_texts], np.int32)
 
 
 class Driver:

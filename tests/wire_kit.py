@@ -55,7 +55,7 @@ def subscriber(source, **options):
 
 def agrees(sub, wanted, timeout=LONG):
     """Whether a subscriber comes to have an index, and to be complete."""
-    if sub.wait(lambda one: one.complete and one.index == wanted, timeout):
+    if sub.wait(lambda subscriber: subscriber.complete and subscriber.index == wanted, timeout):
         return True
     raise AssertionError((sub.counts, sub.complete, set(sub.index.items()) ^ set(wanted.items())))
 
@@ -178,7 +178,7 @@ class Reader:
         """Whether it comes to have these ids, each sent once."""
         if not self.ours:
             wanted = {(None, name): level for (_, name), level in wanted.items()}
-        assert self.wait(lambda one: one.found == wanted), set(self.found.items()) ^ set(wanted.items())
+        assert self.wait(lambda reader: reader.found == wanted), set(self.found.items()) ^ set(wanted.items())
         return not self.wrong
 
     def __enter__(self):
@@ -220,7 +220,9 @@ class Grpc:
 
     @staticmethod
     def agrees(reader, mirror, spec=PLAIN):
-        return reader.wait(lambda one: one.complete) and reader.agrees(named(mirror, spec, kvjax.Namespaces()))
+        return reader.wait(lambda follower: follower.complete) and reader.agrees(
+            named(mirror, spec, kvjax.Namespaces())
+        )
 
     @staticmethod
     def taken(source):
@@ -240,10 +242,10 @@ class File:
 
     @staticmethod
     def agrees(reader, mirror, spec=PLAIN):
-        found = trtllm.Mirror()
-        found.follow(reader.file.getvalue().splitlines())
-        assert found.counts["events"] == sum(found.counts.values())
-        return found.complete and found.index == written(mirror, spec, kvjax.Namespaces())
+        reread = trtllm.Mirror()
+        reread.follow(reader.file.getvalue().splitlines())
+        assert reread.counts["events"] == sum(reread.counts.values())
+        return reread.complete and reread.index == written(mirror, spec, kvjax.Namespaces())
 
 
 class Wires:

@@ -84,9 +84,9 @@ class Case:
         """The block tables, without blocks invisible to all last tokens of a row."""
         if window is None:
             return jnp.asarray(self.tables)
-        left = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
+        first_block = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
         column = np.arange(self.tables.shape[1])
-        return jnp.asarray(np.where(column[None] < left[:, None], self.pool.shape[0] - 1, self.tables))
+        return jnp.asarray(np.where(column[None] < first_block[:, None], self.pool.shape[0] - 1, self.tables))
 
     def queries(self, *shape):
         return jnp.asarray(self.rng.standard_normal((*shape, self.heads, self.width)), self.dtype)

@@ -331,21 +331,22 @@ def account(ptx: pathlib.Path, target: str, sizes: dict[str, tuple[int, int, int
 def launched(dump: pathlib.Path) -> dict[str, tuple[int, int, int]]:
     """The programs of each kernel of a dumped program, their threads, and their bytes of shared memory."""
     text = "".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
-    found = re.findall(r"\] (\w+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)", text)
+    launches = re.findall(r"\] (\w+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)", text)
     return {
-        name: (*(math.prod(map(int, size.split(","))) for size in sizes), int(shared)) for name, *sizes, shared in found
+        name: (*(math.prod(map(int, size.split(","))) for size in sizes), int(shared))
+        for name, *sizes, shared in launches
     }
 
 
 def collectives(text: str) -> list[str]:
     """The operations between GPUs of a compiled program, each with its part of the model."""
-    found = []
+    operations = []
     for line in text.splitlines():
         kind = re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(", line)
         if kind:
             where = re.search(r"layer\d+/\w+", line) or re.search(r'op_name="[^"]*"', line)
-            found.append(f"{kind[1]} in {where[0] if where else 'no place'}")
-    return found
+            operations.append(f"{kind[1]} in {where[0] if where else 'no place'}")
+    return operations
 
 
 def launches(text: str) -> dict[str, int]:

@@ -65,9 +65,9 @@ def parse_instruction(line: str) -> tuple[str, Instruction] | None:
 def _until(text: str, end: str) -> tuple[str, str]:
     """The text before the first `end` outside of parentheses, and the text after it."""
     depth = 0
-    for number, letter in enumerate(text):
+    for position, letter in enumerate(text):
         if depth == 0 and letter == end:
-            return text[:number], text[number + 1 :]
+            return text[:position], text[position + 1 :]
         depth += {"(": 1, ")": -1}.get(letter, 0)
     return text, ""
 
@@ -111,11 +111,11 @@ class Module:
             if line.endswith("{") and (head := re.match(r"(?:ENTRY )?%?([\w.-]+) \(", line)):
                 name = head[1]
                 self.computations[name] = {}
-            elif found := parse_instruction(line):
-                if found[0] in self.home:
-                    raise ValueError(f"two instructions are named {found[0]}")
-                self.computations[name][found[0]] = found[1]
-                self.home[found[0]] = name
+            elif parsed := parse_instruction(line):
+                if parsed[0] in self.home:
+                    raise ValueError(f"two instructions are named {parsed[0]}")
+                self.computations[name][parsed[0]] = parsed[1]
+                self.home[parsed[0]] = name
 
     def _of(self, name: str) -> Instruction:
         return self.computations[self.home[name]][name]
@@ -155,9 +155,9 @@ class Module:
             return Cost(sum(map(array_bytes, [*operands, instruction.type])), flops)
         (called,) = re.findall(r"calls=%?([\w.-]+)", instruction.attributes)
         inside = self.computations[called]
-        parameters = {int(one.operands[0]): key for key, one in inside.items() if one.opcode == "parameter"}
-        read = sum(self._read_bytes(parameters[number]) for number in range(len(operands)))
-        flops = sum(self._product_flops(one) for one in inside.values() if one.opcode == "dot")
+        parameters = {int(x.operands[0]): key for key, x in inside.items() if x.opcode == "parameter"}
+        read = sum(self._read_bytes(parameters[operand_index]) for operand_index in range(len(operands)))
+        flops = sum(self._product_flops(instruction) for instruction in inside.values() if instruction.opcode == "dot")
         return Cost(read + array_bytes(instruction.type), flops)
 
     def _pallas_cost(self, call: Instruction) -> Cost:
@@ -165,16 +165,16 @@ class Module:
         if not target or target[1] not in PALLAS:
             raise ValueError(f"a custom call that is not understood: {call.attributes[:200]}")
         aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}, ", call.attributes)
-        in_place = {int(number) for number in re.findall(r"\((\d+),", aliases[1] if aliases else "")}
+        in_place = {int(operand_index) for operand_index in re.findall(r"\((\d+),", aliases[1] if aliases else "")}
         sizes = [array_bytes(self._of(operand).type) for operand in call.operands if operand in self.home]
-        read = [size for number, size in enumerate(sizes) if number not in in_place]
-        written = array_bytes(call.type) - sum(sizes[number] for number in in_place)
-        whole = [size for size in read if size not in self.pools]
-        return Cost(sum(whole) + written, reads_pool=len(whole) < len(read))
+        read = [size for operand_index, size in enumerate(sizes) if operand_index not in in_place]
+        written = array_bytes(call.type) - sum(sizes[operand_index] for operand_index in in_place)
+        not_pools = [size for size in read if size not in self.pools]
+        return Cost(sum(not_pools) + written, reads_pool=len(not_pools) < len(read))
 
     def _read_bytes(self, name: str) -> int:
         """The bytes which a fusion reads of an array inside it: all, or no more than its slices."""
-        whole, read = array_bytes(self._of(name).type), 0
+        all_bytes, read = array_bytes(self._of(name).type), 0
         for user in self.users.get(name, []):
             instruction = self._of(user)
             if instruction.opcode in _SLICES and instruction.operands[0] == name:
@@ -182,10 +182,10 @@ class Module:
             elif instruction.opcode == "bitcast":
                 read += self._read_bytes(user)
             else:
-                return whole
-        return min(read, whole)
+                return all_bytes
+        return min(read, all_bytes)
 
     def _product_flops(self, product: Instruction) -> int:
         (axes,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", product.attributes)
-        left = _shape(self._of(product.operands[0]).type)
-        return 2 * math.prod(_shape(product.type)) * math.prod(left[axis] for axis in _dims(axes))
+        left_shape = _shape(self._of(product.operands[0]).type)
+        return 2 * math.prod(_shape(product.type)) * math.prod(left_shape[axis] for axis in _dims(axes))

@@ -32,13 +32,13 @@ def main() -> None:
     for case in args.cases or names:
         if args.target != "h200" and case.startswith("mosaic"):
             continue
-        for kernel, found in measure(args.target, case)["kernels"].items():
-            if "loop_instructions" not in found:
+        for kernel, counts in measure(args.target, case)["kernels"].items():
+            if "loop_instructions" not in counts:
                 continue
             if args.json:
-                print(json.dumps({"case": case, "kernel": kernel, **found}), flush=True)
+                print(json.dumps({"case": case, "kernel": kernel, **counts}), flush=True)
             else:
-                cells = (f"{found.get(name, '-'):>{len(name.removeprefix('loop_'))}}" for name in SHOWN)
+                cells = (f"{counts.get(name, '-'):>{len(name.removeprefix('loop_'))}}" for name in SHOWN)
                 print(f"{case:28} {kernel:25}", *cells, flush=True)
 
 

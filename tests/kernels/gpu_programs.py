@@ -83,12 +83,12 @@ def null_model(tokens, pools, view, *, last):
         *_, logits, pool = refs
         logits[0, 0] = pool[0, 0, 0, 0, 0, 0].astype(jnp.float32) + tokens[0, 0].astype(jnp.float32)
 
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    any_memory = pl.BlockSpec(memory_space=pl.ANY)
     logits, pool = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct((len(last), VOCABULARY), jnp.float32), pool],
-        in_specs=[whole] * len(inputs),
-        out_specs=[whole] * 2,
+        in_specs=[any_memory] * len(inputs),
+        out_specs=[any_memory] * 2,
         input_output_aliases={len(inputs) - 1: 1},
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="null_model",
@@ -221,7 +221,7 @@ def middle_layer(root: Thunk) -> list[Thunk]:
     XLA leaves some of its products without a name.
     """
     inside = [thunk for thunk in root if not thunk.parts]
-    named = [number for number, thunk in enumerate(inside) if "/layer1/" in thunk.op_name]
+    named = [index for index, thunk in enumerate(inside) if "/layer1/" in thunk.op_name]
     return inside[named[0] : named[-1] + 1] if named else []
 
 
@@ -302,13 +302,13 @@ class Budgets:
         """
         faults = []
         for what in HELD:
-            found, budget = counts.get(what, 0), self.of(part).get(what)
+            counted, budget = counts.get(what, 0), self.of(part).get(what)
             if budget is None:
-                faults.append(f"{part}: {found} {what}, and no budget")
-            elif found > budget + (0 if self.exact else _slack(budget)):
-                faults.append(f"{part}: {found} {what}, the budget is {budget}")
-            elif self.exact and budget > found + _slack(found):
-                faults.append(f"{part}: {found} {what}, the budget of {budget} is too loose")
+                faults.append(f"{part}: {counted} {what}, and no budget")
+            elif counted > budget + (0 if self.exact else _slack(budget)):
+                faults.append(f"{part}: {counted} {what}, the budget is {budget}")
+            elif self.exact and budget > counted + _slack(counted):
+                faults.append(f"{part}: {counted} {what}, the budget of {budget} is too loose")
         return faults
 
     def update(self, measured: Mapping[str, Mapping[str, int]]) -> None:
@@ -332,7 +332,7 @@ def _object(values: Mapping[str, Any], indent: str, of: Callable[[Any], str] = j
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def _slack(count: int) -> int:

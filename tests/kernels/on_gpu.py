@@ -65,8 +65,8 @@ def check(function: str, who: str) -> None:
 
 def check_attention(function: str, who: str) -> None:
     """Decode or prefill, without options and with all, over each kind of pool which the kernel serves."""
-    lengths, most = ([9, 1, 0, 131, 4000], 300) if has_gpu() else ([9, 1, 0, 37], 12)
-    counts, served = np.minimum(lengths, most), 0
+    lengths, max_length = ([9, 1, 0, 131, 4000], 300) if has_gpu() else ([9, 1, 0, 37], 12)
+    counts, served = np.minimum(lengths, max_length), 0
     for kind in KINDS if has_gpu() else [SMALL]:
         for name in ("plain", "all"):
             case = attention.Case(lengths, **kind)
@@ -111,11 +111,11 @@ def check_move(function: str, who: str) -> None:
     q = jnp.asarray(rng.standard_normal((20, 4 * heads, width)), jnp.bfloat16)
     # Of 12 bits, so that float32 holds the products exactly: whether a compiler fuses them with sums shows nowhere.
     angles = jnp.asarray(rng.integers(-4095, 4096, (2, 20, 1, width // 2)) / 4096, jnp.float32)
-    staged, few = jnp.asarray(rng.standard_normal((6, *pool.shape[1:])), jnp.bfloat16), jnp.int32(5)
+    staged, num_moved = jnp.asarray(rng.standard_normal((6, *pool.shape[1:])), jnp.bfloat16), jnp.int32(5)
     args: dict[str, tuple[Any, ...]] = {
         "append_kv": (pool, 1, *new, slots), "rope_append": (q, *new, *angles, pool, 1, slots),
-        "copy_blocks": (pool, order[:6], order[6:], few),
-        "gather_blocks": (pool, order[:6]), "scatter_blocks": (pool, staged, order[:6], few),
+        "copy_blocks": (pool, order[:6], order[6:], num_moved),
+        "gather_blocks": (pool, order[:6]), "scatter_blocks": (pool, staged, order[:6], num_moved),
     }  # fmt: skip
     call = functools.partial(pallas_kernels.call, function, **attention.how(who))
     wanted = jax.jit(getattr(xla, function))(*args[function])

@@ -28,8 +28,8 @@ def client(server):
 
     from tests.models.serve_kit import KEY
 
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
-        yield one
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as openai_client:
+        yield openai_client
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def watch(server, monkeypatch):
     """The requests of the server's engine, and its turns."""
     from tests.models.serve_kit import watched
 
-    with watched(server, monkeypatch) as found:
-        yield found
+    with watched(server, monkeypatch) as watch:
+        yield watch
 
 
 @pytest.fixture(scope="module")

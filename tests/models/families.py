@@ -44,9 +44,9 @@ def shard(folder: pathlib.Path, num_files: int = 3, tensors: dict | None = None)
     """Splits the tensors of model.safetensors into several files with an index. Pass `tensors` if you have them."""
     tensors = load_file(folder / loading.SINGLE) if tensors is None else tensors
     weight_map = {}
-    for number in range(num_files):
-        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-        part = dict(list(tensors.items())[number::num_files])
+    for file_index in range(num_files):
+        name = f"model-{file_index + 1:05}-of-{num_files:05}.safetensors"
+        part = dict(list(tensors.items())[file_index::num_files])
         save_file(part, folder / name)
         weight_map.update(dict.fromkeys(part, name))
     (folder / loading.SINGLE).unlink()

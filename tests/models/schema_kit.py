@@ -104,8 +104,8 @@ class RandomServer:
 
     def token(self, text):
         """The id of a token."""
-        (found,) = make_tokenizer().encode(text).ids
-        return found
+        (token,) = make_tokenizer().encode(text).ids
+        return token
 
     def ask(self, question="hi", **fields):
         """OpenAI's client's answer to a chat, or its stream."""

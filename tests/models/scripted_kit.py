@@ -161,10 +161,10 @@ class ScriptedServer:
         self.running.close()
 
 
-def num_common(tokens, other):
+def num_common(tokens, other_tokens):
     """The number of tokens with which both begin."""
-    pairs = zip(tokens, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))
+    pairs = zip(tokens, other_tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other_tokens)))
 
 
 class AgentTurn(NamedTuple):

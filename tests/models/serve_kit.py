@@ -50,14 +50,14 @@ class Running:
         parser, self._stack = serve.make_parser(), contextlib.ExitStack()
         sizes = ("--rows", str(ROWS), "--chunk", str(CHUNK))
         args = parser.parse_args(["--checkpoint", str(folder), *sizes, "--api-key", KEY, *options])
-        found = self._stack.enter_context(serve.served(parser, args))
-        self.engine = found.engine
+        served = self._stack.enter_context(serve.served(parser, args))
+        self.engine = served.engine
         self._stack.enter_context(contextlib.closing(listening := socket.socket()))
         listening.bind(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         is_open = threading.Event()
-        self._server = serve.http_server(args, found, is_open.set)
+        self._server = serve.http_server(args, served, is_open.set)
         if patience is not None:
             self._server.server_state = Clients(patience)
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
@@ -133,9 +133,9 @@ class Watch:
                 self._stage = None
                 self._held.set()
                 assert self._go.wait(PATIENCE)
-            found = turn(*args, **options)
-            self.rows.append(int(np.sum(np.asarray(found[0].cache.state.seqs.length) > 0)))
-            return found
+            turn_result = turn(*args, **options)
+            self.rows.append(int(np.sum(np.asarray(turn_result[0].cache.state.seqs.length) > 0)))
+            return turn_result
 
         monkeypatch.setattr(engine, "submit", submitting)
         monkeypatch.setattr(engine, "_cancel", cancelling)
@@ -165,9 +165,9 @@ class Watch:
 def watched(server, monkeypatch):
     """A `Watch` of a server which is idle before and after."""
     assert server.engine.drain(PATIENCE)
-    found = Watch(server.engine, monkeypatch)
-    yield found
-    found.go()
+    watch = Watch(server.engine, monkeypatch)
+    yield watch
+    watch.go()
     assert server.engine.drain(PATIENCE)
 
 
@@ -187,10 +187,10 @@ class Expected:
 
     def begins(self, text):
         """Whether a text is the answer's beginning, up to a token with hardly any lead."""
-        found = text.split()
-        same = [one == other for one, other in zip(found, self.words, strict=False)]
+        words = text.split()
+        same = [one == other for one, other in zip(words, self.words, strict=False)]
         end = same.index(False) if False in same else len(same)
-        return len(found) <= len(self.words) and (end == len(found) or self._margins[end] <= MARGIN)
+        return len(words) <= len(self.words) and (end == len(words) or self._margins[end] <= MARGIN)
 
 
 NEW, WIDTH = 16, 96  # tokens of an answer, and the most of a prompt with its answer
@@ -203,10 +203,10 @@ def answer_to(prompt):
     model, tokens = load(CHECKPOINT)[0], recall.encode(prompt)
     line, margins, length = np.zeros((1, WIDTH), np.int32), [], len(tokens)
     line[0, :length] = tokens
-    for at in range(length, length + NEW):
-        logits = np.asarray(dense(model, line))[0, at - 1]
+    for position in range(length, length + NEW):
+        logits = np.asarray(dense(model, line))[0, position - 1]
         second, first = np.sort(logits)[-2:]
-        line[0, at] = np.argmax(logits)
+        line[0, position] = np.argmax(logits)
         margins.append(first - second)
     return Expected(line[0, length : length + NEW], margins)
 

@@ -68,7 +68,7 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = generate_all(args.fail and args.number == 1, 1_000_000 * args.number, args.context)
-    lost = [str(one.message) for one in caught if "computed again" in str(one.message)]
+    lost = [str(warning.message) for warning in caught if "computed again" in str(warning.message)]
     print(json.dumps(result | {"lost": lost}))
 
 

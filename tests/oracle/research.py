@@ -26,18 +26,18 @@ def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
     """
     cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # in the order of eviction
     hits = []
-    for prompt, number in zip(prompts, full, strict=True):
+    for prompt, num_full in zip(prompts, full, strict=True):
         if len(prompt) > size:
             hits.append(0)
             continue
-        storable = prompt[:number] if rule == "full" else prompt
-        found = 0
+        storable = prompt[:num_full] if rule == "full" else prompt
+        num_hits = 0
         for block in storable if rule == "papers" else storable[: len(prompt) - 1]:
             if block not in cached:
                 break
-            found += 1
-        hits.append(found)
-        for block in prompt[:found]:
+            num_hits += 1
+        hits.append(num_hits)
+        for block in prompt[:num_hits]:
             del cached[block]
         while len(cached) + len(prompt) > size:
             cached.popitem(last=False)
@@ -57,18 +57,18 @@ def lfu(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
     keys: dict[int, int] = {}  # of those that no request holds: (reuses, time of release)
     heap: list[tuple[int, int]] = []  # (key, block); outdated entries are skipped
     clock, hits = 0, []
-    for prompt, number in zip(prompts, full, strict=True):
+    for prompt, num_full in zip(prompts, full, strict=True):
         if len(prompt) > size:
             hits.append(0)
             continue
-        storable = prompt[:number] if rule == "full" else prompt
-        found = 0
+        storable = prompt[:num_full] if rule == "full" else prompt
+        num_hits = 0
         for block in storable if rule == "papers" else storable[: len(prompt) - 1]:
             if block not in keys:
                 break
-            found += 1
-        hits.append(found)
-        for block in prompt[:found]:
+            num_hits += 1
+        hits.append(num_hits)
+        for block in prompt[:num_hits]:
             del keys[block]
         while len(keys) + len(prompt) > size:
             key, block = heapq.heappop(heap)
@@ -105,13 +105,13 @@ def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = Fa
     heap: list[tuple[int, int, int]] = []  # (-next use, -depth, id); outdated entries are skipped
     hits = []
     for prompt, coming in zip(prompts, uses, strict=True):
-        found = 0
+        num_hits = 0
         for block in prompt:
             if block not in cached:
                 break
-            found += 1
-        hits.append(found)
-        for block in prompt[:found]:
+            num_hits += 1
+        hits.append(num_hits)
+        for block in prompt[:num_hits]:
             del cached[block]
         if not bypass:
             _evict(cached, heap, size - len(prompt))
@@ -151,10 +151,10 @@ def belady_by_runs(lengths: Sequence[int], coming: list[list[tuple[int, int]]], 
             in_all += cached[use]
             if not cached[use]:
                 heapq.heappop(heap)
-        for use, number in runs:
+        for use, count in runs:
             if not cached[use]:
                 heapq.heappush(heap, -use)
-            cached[use] += number
+            cached[use] += count
         in_all += length
     return hits
 
@@ -172,10 +172,10 @@ def most_hits(prompts: Prompts, size: int, bypass: bool = False) -> int:
         if request == len(prompts):
             return 0
         prompt = prompts[request]
-        found = sum(1 for _ in itertools.takewhile(cached.__contains__, prompt))
+        num_hits = sum(1 for _ in itertools.takewhile(cached.__contains__, prompt))
         stays = frozenset() if bypass else frozenset(prompt)
         others = sorted((cached | set(prompt)) - stays)
         choices = itertools.combinations(others, min(len(others), size - len(stays)))
-        return found + max(best(request + 1, stays.union(some)) for some in choices)
+        return num_hits + max(best(request + 1, stays.union(kept)) for kept in choices)
 
     return best(0, frozenset())

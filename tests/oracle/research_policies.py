@@ -50,22 +50,22 @@ class Scored:
         """Serves a request which publishes its first blocks. Returns how many of its first `taken` blocks it finds."""
         if len(ids) > len(self.holds):
             return 0
-        found, row = self.admit(ids, taken)
-        self.commit(ids, found, published, row)
+        num_hits, row = self.admit(ids, taken)
+        self.commit(ids, num_hits, published, row)
         self.release(row)
-        return found
+        return num_hits
 
     def admit(self, ids: list[int], taken: int) -> tuple[int, list[int]]:
         """The number of a prompt's first `taken` blocks in the cache, and its row: these and new blocks."""
-        found = next((i for i, each in enumerate(ids[:taken]) if each not in self.of), taken)
-        row = [self.of[each] for each in ids[:found]]
+        num_hits = next((i for i, block_id in enumerate(ids[:taken]) if block_id not in self.of), taken)
+        row = [self.of[block_id] for block_id in ids[:num_hits]]
         self.holders[row] += 1
         self.hits[row] += 1
-        return found, row + self.take(len(ids) - found)
+        return num_hits, row + self.take(len(ids) - num_hits)
 
-    def commit(self, ids: list[int], found: int, published: int, row: list[int]) -> None:
+    def commit(self, ids: list[int], num_hits: int, published: int, row: list[int]) -> None:
         """Publishes the first blocks of a row. A cached block replaces the row's equal block."""
-        for i in range(found, published):
+        for i in range(num_hits, published):
             if ids[i] in self.of:
                 self.hits[self.of[ids[i]]] += 1
                 self.give_back(row[i])
@@ -89,25 +89,25 @@ class Scored:
                 self.released[block] = self.clock
                 self.clock += 1
 
-    def publish(self, block: int, number: int, parent: int, depth: int) -> None:
-        self.holds[block], self.of[number] = number, block
+    def publish(self, block: int, block_id: int, parent: int, depth: int) -> None:
+        self.holds[block], self.of[block_id] = block_id, block
         self.parent[block], self.depth[block], self.hits[block], self.stored[block] = parent, depth, 0, self.clock
         self.clock += 1
         if parent != NONE:
             self.children[parent] += 1
 
-    def take(self, number: int) -> list[int]:
+    def take(self, count: int) -> list[int]:
         """Takes empty blocks, then the leaves with the lowest scores.
 
         Among equal scores the lower block leaves first. A parent which becomes a leaf gets the rank of its last child.
         """
-        taken = [self.empty.pop() for _ in range(min(number, len(self.empty)))]
-        if len(taken) < number:
-            taken += self.evict(number - len(taken))
+        taken = [self.empty.pop() for _ in range(min(count, len(self.empty)))]
+        if len(taken) < count:
+            taken += self.evict(count - len(taken))
         self.holders[taken] = 1
         return taken
 
-    def evict(self, number: int) -> list[int]:
+    def evict(self, count: int) -> list[int]:
         """Evicts so many leaves, the lowest score first."""
         scores = self.score(self)
         idle = (self.holds != NONE) & (self.holders == 0)
@@ -115,7 +115,7 @@ class Scored:
         order = leaves[np.argsort(scores[leaves], kind="stable")].tolist()
         front = [(scores[block], rank, block) for rank, block in enumerate(order)]  # sorted, so a heap
         gone = []
-        while len(gone) < number:
+        while len(gone) < count:
             _, rank, block = heapq.heappop(front)
             gone.append(block)
             parent = self.parent[block]
@@ -156,19 +156,19 @@ def overlapped_hits(
             continue
         ids, published = trace.blocks(request).tolist(), len(cached_part(trace, request, rule))
         cached = list(itertools.takewhile(cache.of.__contains__, ids[:-1]))
-        idle = sum(1 for each in cached if not cache.holders[cache.of[each]])
+        idle = sum(1 for block_id in cached if not cache.holders[cache.of[block_id]])
         if len(ids) - len(cached) > cache.num_available() - idle:
             refused += 1
             continue
-        found, row = cache.admit(ids, len(ids) - 1)
-        cache.commit(ids, found, published, row)
+        num_hits, row = cache.admit(ids, len(ids) - 1)
+        cache.commit(ids, num_hits, published, row)
         answer = int(overlap.blocks[request]) - len(ids)
         if answer > cache.num_available():
             refused += 1
             cache.release(row)
             continue
         rows[request] = row + cache.take(answer)
-        hits[request] = found
+        hits[request] = num_hits
     return hits, refused
 
 

@@ -110,8 +110,8 @@ class Counts:
         }
         divisors |= dict.fromkeys(WORDS, self.words / 1000)
         divisors |= {} if self.names else {"you": self.words / 1000}
-        found = [place.rate for place in self.places]
-        return {rate: found.count(rate) / divisor for rate, divisor in divisors.items() if divisor}
+        counted = [place.rate for place in self.places]
+        return {rate: counted.count(rate) / divisor for rate, divisor in divisors.items() if divisor}
 
     def add_module(self, module: Source) -> None:
         """Counts the names, assignments and docstrings of a module."""
@@ -135,7 +135,7 @@ class Counts:
     def _add_docstring(self, module: Source, statement: ast.Expr) -> None:
         lines = module.text.splitlines()[statement.lineno - 1 : statement.end_lineno]
         in_arguments = False
-        for number, line in enumerate(lines, statement.lineno):
+        for line_number, line in enumerate(lines, statement.lineno):
             if ">>>" in line or line.strip().startswith("..."):
                 continue
             if SECTION.match(line):
@@ -146,21 +146,21 @@ class Counts:
             if in_arguments and (argument := ARGUMENT.match(line)):
                 self.descriptions += 1
                 if VAGUE_BEGINNING.match(line, argument.end()):
-                    self.places.append(Place(module.name, number, "vague descriptions", line.strip()))
+                    self.places.append(Place(module.name, line_number, "vague descriptions", line.strip()))
                 prose = line.replace(";", "", 1)
-            self._add_prose(module.name, number, prose, line)
+            self._add_prose(module.name, line_number, prose, line)
 
     def add_page(self, path: pathlib.Path) -> None:
         """Counts the words of a page: no code, no tables, no tags."""
         name = path.relative_to(ROOT).as_posix()
-        for number, line in prose_lines(path.read_text()):
-            self._add_prose(name, number, line, line)
-            self.places += [Place(name, number, "you", line.strip())] * len(YOU.findall(line))
+        for line_number, line in prose_lines(path.read_text()):
+            self._add_prose(name, line_number, line, line)
+            self.places += [Place(name, line_number, "you", line.strip())] * len(YOU.findall(line))
 
-    def _add_prose(self, file: str, number: int, prose: str, line: str) -> None:
+    def _add_prose(self, file: str, line_number: int, prose: str, line: str) -> None:
         self.words += len(WORD.findall(prose))
         for rate, pattern in WORDS.items():
-            self.places += [Place(file, number, rate, line.strip())] * len(pattern.findall(prose))
+            self.places += [Place(file, line_number, rate, line.strip())] * len(pattern.findall(prose))
 
 
 def prose_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -173,9 +173,9 @@ def prose_lines(text: str) -> Iterator[tuple[int, str]]:
     text = re.sub(r"^( *)(`{3,}|:{3,}).*?^\1\2$", blank, text, flags=re.M | re.S)
     text = re.sub(r"`[^`]*`", lambda match: "X" + blank(match), text)
     text = re.sub(r"<[^>]+>", blank, text)
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.startswith("|"):
-            yield number, line
+            yield line_number, line
 
 
 def files_of(tree: str) -> list[pathlib.Path]:
@@ -183,9 +183,9 @@ def files_of(tree: str) -> list[pathlib.Path]:
     path = ROOT / tree
     if path.is_file():
         return [path]
-    found = path.glob("*.py") if tree == "kvjax" else path.rglob("*.py")
+    modules = path.glob("*.py") if tree == "kvjax" else path.rglob("*.py")
     pages = path.rglob("*.md") if tree.startswith("docs") else ()
-    return sorted({*found, *pages} - GENERATED)
+    return sorted({*modules, *pages} - GENERATED)
 
 
 def counts_of(tree: str) -> Counts:

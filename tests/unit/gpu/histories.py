@@ -52,8 +52,8 @@ class Both(dict[str, Any]):
     def both(self, name: str) -> Any:
         def call(state, *args, **options):
             before = jax.device_get(state)
-            for other in variants(before, self.rng) if name == "extend" else ():
-                self.compare(name, other, *args, **options)
+            for variant in variants(before, self.rng) if name == "extend" else ():
+                self.compare(name, variant, *args, **options)
             return self.compare(name, before, *args, **options)
 
         return call
@@ -165,8 +165,8 @@ class History:
         if self.driver.admit(seq, tokens, namespace=int(self.rng.choice((0, 0, 0, 1))), **options) == ["OK"]:
             while self.reserved[seq] and self.rng.random() < 0.95:
                 counts = np.where(self.rows == seq, min(self.reserved[seq], self.most), 0).astype(np.int32)
-                left = np.resize(tokens[self.lengths[seq] - self.reserved[seq] :], (len(self.rows), self.most))
-                self.written(self.rows, left, counts)
+                rest = np.resize(tokens[self.lengths[seq] - self.reserved[seq] :], (len(self.rows), self.most))
+                self.written(self.rows, rest, counts)
 
     def written(self, seqs: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         self.driver.ask("commit", tokens, counts, seqs=seqs, **self.ids(tokens))
@@ -196,10 +196,10 @@ class History:
         if self.rng.random() < 0.3:  # all rows have equal contents
             tokens[:] = tokens[0]
         fault = self.rng.choice(("none",) * 7 + ("too many", "token", "twice", "nowhere"))
-        at = self.rng.integers(len(seqs))
-        counts[at] += fault == "too many"
-        tokens[at, 0] -= 3 * (fault == "token")
-        seqs[at] = {"twice": seqs[0], "nowhere": -1}.get(str(fault), seqs[at])
+        index = self.rng.integers(len(seqs))
+        counts[index] += fault == "too many"
+        tokens[index, 0] -= 3 * (fault == "token")
+        seqs[index] = {"twice": seqs[0], "nowhere": -1}.get(str(fault), seqs[index])
         self.written(seqs, tokens, counts)
 
     def trim(self) -> None:
@@ -215,7 +215,7 @@ class History:
         fault = self.rng.choice(("none",) * 5 + ("full", "negative", "free"))
         if fault != "full":
             counts = np.minimum(counts, np.maximum(reserved, 0)).astype(np.int32)
-        at = self.rng.integers(rows)
-        active[at] = active[at] | (fault == "free")
-        counts[at] -= (self.most + 1) * (fault == "negative")
+        row = self.rng.integers(rows)
+        active[row] = active[row] | (fault == "free")
+        counts[row] -= (self.most + 1) * (fault == "negative")
         self.driver.ask("extend", active, counts, max_tokens=self.most)

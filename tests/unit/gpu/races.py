@@ -41,9 +41,9 @@ def kernels_of(fn, *args) -> list[Any]:
 
 def barriers_of(kernel) -> list[Any]:
     """The barriers of a kernel."""
-    found: list[Any] = []
-    _Walk(found=found).over(kernel)
-    return found
+    races: list[Any] = []
+    _Walk(found=races).over(kernel)
+    return races
 
 
 def races_of(kernel, without: Any = None) -> list[str]:

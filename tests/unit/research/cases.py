@@ -13,9 +13,9 @@ from kvjax.research import Comparison, make_trace, read_mooncake
 
 
 @functools.cache
-def cut(number=2000):
+def cut(num_requests=2000):
     """The first requests of the conversation trace."""
-    return read_blocks(TRACE, number)
+    return read_blocks(TRACE, num_requests)
 
 
 def whole_path():
@@ -47,13 +47,13 @@ def prompts_of(trace):
 
 
 @st.composite
-def forests(draw, most=12, longest=6, block_size=4):
+def forests(draw, max_requests=12, longest=6, block_size=4):
     """Traces whose prompts begin like an earlier prompt, and may continue with new blocks.
 
     Prompts are repeated, many have a single block, and a full block of a prompt may be partial in another.
     """
     prompts, next_id = [], 0
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, max_requests))):
         before = draw(st.sampled_from([[], *prompts[-8:]]))
         prompt = before[: draw(st.integers(0, len(before)))]
         new = draw(st.integers(0 if prompt else 1, max(longest - len(prompt), 0)))

@@ -70,12 +70,12 @@ def outcome(serving, logs):
     }  # fmt: skip
 
 
-def serve_alone(number):
+def serve_alone(replica_index):
     """The outcome of a replica by itself."""
     from tests.serving_kit import MODEL
 
     (serving, log), run, logs = begin(jax.devices()[0]), jax.jit(programs()[1]), []
-    for prompts in PROMPTS[number]:
+    for prompts in PROMPTS[replica_index]:
         serving, filled = run(MODEL, submitted(serving, prompts), log)
         logs.append(filled)
     return outcome(serving, logs)
@@ -93,7 +93,7 @@ def serve_replicas(devices):
     from tests.serving_kit import MODEL
 
     mesh = Mesh(np.array(devices), ("replicas",), axis_types=(AUTO,))
-    sharding, whole = NamedSharding(mesh, PartitionSpec("replicas")), NamedSharding(mesh, PartitionSpec())
+    sharding, replicated = NamedSharding(mesh, PartitionSpec("replicas")), NamedSharding(mesh, PartitionSpec())
     local = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
 
     def stacked(*replicas):
@@ -105,23 +105,23 @@ def serve_replicas(devices):
 
         return jax.tree.map(put, *replicas)
 
-    def own(tree, number):
+    def own(tree, replica_index):
         """The tree of a replica of this process."""
 
         def shard(leaf):
-            (found,) = (part.data for part in leaf.addressable_shards if part.index[0].start == number)
-            return jax.device_put(np.asarray(found)[0], devices[number])
+            (shard,) = (part.data for part in leaf.addressable_shards if part.index[0].start == replica_index)
+            return jax.device_put(np.asarray(shard)[0], devices[replica_index])
 
         return jax.tree.map(shard, tree)
 
-    def replica(model, *own):
-        serving, log = jax.tree.map(lambda x: x[0], own)
+    def replica(model, *parts):
+        serving, log = jax.tree.map(lambda x: x[0], parts)
         return jax.tree.map(lambda x: x[None], programs()[1](model, serving, log))
 
     data = PartitionSpec("replicas")
     specs = {"in_specs": (PartitionSpec(), data, data), "out_specs": (data, data)}
     program, compiled = jax.jit(jax.shard_map(replica, mesh=mesh, **specs)), None
-    model = jax.device_put(jax.tree.map(np.asarray, MODEL), whole)
+    model = jax.device_put(jax.tree.map(np.asarray, MODEL), replicated)
     begun = [begin(devices[n]) for n in local]
     servings, empty, logs = (
         [serving for serving, _ in begun],
@@ -129,15 +129,15 @@ def serve_replicas(devices):
         {n: [] for n in local},
     )
     for turn in range(2):
-        servings = [submitted(one, PROMPTS[n][turn]) for n, one in zip(local, servings, strict=True)]
+        servings = [submitted(serving, PROMPTS[n][turn]) for n, serving in zip(local, servings, strict=True)]
         arguments = model, stacked(*servings), empty
         compiled = compiled or program.lower(*arguments).compile()
         serving, log = compiled(*arguments)
         servings = [own(serving, n) for n in local]
         for n in local:
             logs[n].append(own(log, n))
-    found = {str(n): outcome(one, logs[n]) for n, one in zip(local, servings, strict=True)}
-    return found, dict(collectives(compiled))
+    outcomes = {str(n): outcome(serving, logs[n]) for n, serving in zip(local, servings, strict=True)}
+    return outcomes, dict(collectives(compiled))
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class Desk:
             **{name: np.full(3, column, np.int32) for name, column in columns.items()},
         )  # fmt: skip
         status, slots, generations = (np.asarray(answer).tolist()[: len(prompts)] for answer in answers)
-        return [Status(one).name for one in status], slots, generations
+        return [Status(code).name for code in status], slots, generations
 
     def step(self, number=1):
         for _ in range(number):
