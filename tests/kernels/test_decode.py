@@ -36,6 +36,7 @@ def shares_of(lengths, programs, window=None, part=None):
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(0, 40), st.integers(0, 3000)), min_size=9, max_size=9)
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 5, 66]), st.sampled_from([None, 40]))
 def test_programs_share_all_tiles_evenly(lengths, programs, window):

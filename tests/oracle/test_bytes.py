@@ -90,6 +90,7 @@ def served(*prompts, namespace=0, **request):
     ]
 
 
+@pytest.mark.long
 def test_a_copy_from_the_host_that_failed_is_not_stored_when_its_row_is_released():
     """The tail of the failed move is in no index yet, so that the failure took nothing out of one."""
     history = served([0, 1, 2, 0, 1], namespace=1) + served([0] * 16, [1] * 12)

@@ -61,6 +61,7 @@ def begun():
     return trial
 
 
+@pytest.mark.long
 def test_a_composite_that_obeys_is_followed():
     trial = begun()
     trial.apply(release, 0)

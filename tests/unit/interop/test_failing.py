@@ -161,6 +161,7 @@ def test_a_listener_that_raises_keeps_no_events_from_the_others(caplog):
     assert first.exc_info and not second.exc_info and "works again" in third.getMessage()
 
 
+@pytest.mark.long
 def test_a_name_that_is_no_text_ends_no_wire_for_good():
     """The publisher's thread finds it."""
     extra_names, spec, names = ["image {}".format], EXTRA, kvjax.Namespaces()

@@ -81,14 +81,9 @@ def run(cache, tokens, counts, form="padded", width=64):
     return outputs, cache.replace(pools=pools)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("form", "width"),
-    [
-        pytest.param("padded", 3, marks=pytest.mark.long),
-        pytest.param("ragged", 1, marks=pytest.mark.long),
-        ("mixed", 2),
-        *[pytest.param(form, 64, marks=pytest.mark.long) for form in ("padded", "ragged")],
-    ],
+    ("form", "width"), [("padded", 3), ("ragged", 1), ("mixed", 2), ("padded", 64), ("ragged", 64)]
 )
 def test_a_text_in_pieces_is_the_whole_text(form, width):
     rng, done, cache = np.random.default_rng(2), np.zeros(ROWS, np.int64), poisoned(Cache.create(SPEC))

@@ -190,6 +190,7 @@ SCORED = changed(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @ways(but="rollout")
 def test_prompts_are_scored_whatever_is_cached_and_requests_go_on(way):
     session, answered = WAYS[way](), [request for request in SCORED if request.max_new_tokens]

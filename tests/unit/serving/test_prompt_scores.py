@@ -66,6 +66,7 @@ def test_parts_of_prompts_are_right_among_others_and_under_eviction(kind, host, 
         kvjax.check(engine.state, rows=())
 
 
+@pytest.mark.long
 def test_a_prompt_waits_for_a_row_and_then_those_behind_it_go_on():
     """While all rows run, nothing is chosen after it; a cancel, a time limit and the end of the engine end it."""
     with Engine(MODEL, make_cache(), RunOptions(**BASE), num_ranges=1) as engine:
@@ -84,6 +85,7 @@ def test_a_prompt_waits_for_a_row_and_then_those_behind_it_go_on():
         assert engine.drain(60) and engine.waiting == 0
 
 
+@pytest.mark.long
 def test_a_prompt_that_the_cache_cannot_hold_ends_without_blocks():
     few, fits = make_cache(5), ask(PROMPT[:18], max_new_tokens=0, prompt_logprobs_from=0)
     requests = [ask(PROMPT[:24], max_new_tokens=new, prompt_logprobs_from=0) for new in (0, 3)]
@@ -118,6 +120,7 @@ def test_a_step_ends_a_request_that_waits_only_if_nothing_runs(monkeypatch):
     thread._end()
 
 
+@pytest.mark.long
 def test_programs_of_other_requests_stay_as_they_are():
     requests, scored = [ask(PROMPT[:9])], ask(PROMPT[:9], prompt_logprobs_from=0)
     before = prompt_scores._score_prompt._jitted._cache_size()
@@ -130,6 +133,7 @@ def test_programs_of_other_requests_stay_as_they_are():
     assert turns.turn._jitted._cache_size() == loops
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_named():
     canonical = RunOptions(scheduler=Scheduler(chunk=8, canonical=True))
     with pytest.raises(ValueError, match="prompt_logprobs_from: got 0 with canonical=True, wanted None"):

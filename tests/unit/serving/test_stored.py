@@ -134,6 +134,7 @@ def test_generated_blocks_are_stored_too(tmp_path):
         assert outputs_of([turn], store)[0] == [(5 * SIZE, 5 * SIZE)]
 
 
+@pytest.mark.long
 def test_the_end_of_a_text_leaves_the_store_before_its_beginning(tmp_path):
     with store_in(tmp_path) as store:
         for _ in range(2):

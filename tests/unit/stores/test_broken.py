@@ -250,6 +250,7 @@ def damage(kind, slices, a, b):
 DAMAGE = st.sampled_from(["flip", "cut", "longer", "swap"])
 
 
+@pytest.mark.long
 @each_form
 @settings(max_examples=40)
 @given(st.lists(st.tuples(DAMAGE, st.integers(0, 2**20), st.integers(0, 2**20)), min_size=1, max_size=6))
@@ -490,6 +491,7 @@ def assert_refused_or_sound(folder):
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["index", "manifest"])
 @given(data=st.data())
 @settings(max_examples=150)
