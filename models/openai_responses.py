@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .openai_api import CHATS, COMPLETIONS, HARMLESS, ApiError, Fields, check_refused, fields_of, is_list, refuse
+from .openai_api import ApiError, Fields, check_refused, is_list, refuse
+from .openai_fields import CHATS, COMPLETIONS, HARMLESS, fields_of
 
 # Fields with the same meaning in chats.
 _CHAT_FIELDS = frozenset(
@@ -77,7 +78,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     }.items()
     if name not in SERVED
 }
-FIELDS = SERVED, IGNORED, REFUSED  # `openai_api.fields_of` returns the same for other endpoints
+FIELDS = SERVED, IGNORED, REFUSED  # `openai_fields.fields_of` returns the same for other endpoints
 
 _LOGPROBS = "message.output_text.logprobs"
 # Values of `include`. Except for the log-probabilities they have no effect, because no answer has such items.

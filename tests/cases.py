@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of all policies and verbs. The tests of both read them: a new policy or verb is one entry here."""
+"""Tables of all policies and verbs, read by the tests of both. Add an entry here for a new policy or verb."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Policy:
       make: returns the policy.
       shows: its `repr`.
       evicts: the order in which documents 1, 2 and 3, of two blocks each, leave. They were last used in the order 3, 2,
-        1; document 1 was used twice, 2 three times. None: it is tested elsewhere.
-      spec: of the cache to verify it on.
+        1, document 1 was used twice and document 2 three times. None means another test covers it.
+      spec: spec of the cache to verify it on.
     """
 
     make: Callable[[], EvictionPolicy]
@@ -64,9 +64,9 @@ class Verb:
     """A verb, by its name in `VERBS`.
 
     Attributes:
-      arguments: positional ones after the state, in order.
-      calls: {variant: (positional arguments, options)} on any of `SPECS`; the variant "" is the plain call.
-      host_calls: likewise on "all of it", for calls that order moves.
+      arguments: positional arguments after the state, in order.
+      calls: {variant: (positional arguments, options)} on any of `SPECS`. The variant "" is the plain call.
+      host_calls: the same for calls which order moves, on "all of it".
     """
 
     arguments: str

@@ -299,32 +299,63 @@ def init_serving(
     """
     block_size = cache.state.spec.block_size
     rows = cache.state.spec.max_seqs
-    num_slots = len(max_tokens)
     slot_tokens = [static_int("max_tokens", limit, 0) for limit in max_tokens]
     capacities: Any = np.array([-(-limit // block_size) * block_size for limit in slot_tokens], np.int32)
     total = int(capacities.sum())
-    starts = np.cumsum(capacities, dtype=np.int32) - capacities
     if capacity is not None and (capacity < total or capacity % block_size):
         raise ValueError(f"capacity: got {capacity}, wanted a multiple of {block_size}, at least {total}")
     total = max(capacity or total, block_size)
 
+    default = None if greedy else Sampling(min_p=0.0 if min_p else None)
+    num_top = static_int("top_logprobs", top_logprobs, 0)
+    requests = _empty_requests(capacities, total, block_size, num_stop_tokens, num_ranges, default, num_top)
+    state = {
+        "requests": requests.replace(logits_state=logits_state),
+        "row": np.full(rows, -1, np.int32),
+        "leads": np.zeros(rows, np.bool_),
+        "steps": np.zeros((), np.int32),
+        "arrivals": np.zeros((), np.int32),
+        "dirty": np.zeros((), np.bool_),
+        "skipped_steps": np.zeros(rows, np.int32),
+        "out_of_blocks": np.zeros(rows, np.bool_),
+        "refused": np.zeros((), np.int32),
+        "chunks_deferred": np.zeros((), np.int32),
+        "onboard_slot": np.full((), -1, np.int32),
+    }
+    largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
+    width = largest if width is None else static_int("width", width, 1)
+    return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
+
+
+def _empty_requests(
+    capacities: Any,
+    text_size: int,
+    block_size: int,
+    num_stop_tokens: int,
+    num_ranges: int | None,
+    sampling: Sampling | None,
+    num_top: int,
+) -> Requests:
+    """Makes empty slots with these capacities i32[W], in numpy: `init_serving` moves all arrays to the device together.
+
+    `sampling` is the default of each request.
+    """
+    num_slots = len(capacities)
+
     def full(shape: tuple[int, ...] = (num_slots,), value: Any = 0, dtype: Any = np.int32) -> Any:
-        """Makes an array on the host. All are moved together, without a program for each, and then donated."""
         return np.full(shape, value, dtype)
 
     top = retention = None
-    if static_int("top_logprobs", top_logprobs, 0):
-        top = full((total, top_logprobs)), full((total, top_logprobs), dtype=np.float32)
+    if num_top:
+        top = full((text_size, num_top)), full((text_size, num_top), dtype=np.float32)
     if num_ranges is not None:
         retention = Retention(full((num_slots, num_ranges, 4)), full((num_slots, 2)))
-    default = Sampling(min_p=0.0 if min_p else None)
-    sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), default)
-    requests = Requests(
-        text=full((total,)),
-        logprobs=full((total,), dtype=np.float32),
+    return Requests(
+        text=full((text_size,)),
+        logprobs=full((text_size,), dtype=np.float32),
         top=top,
-        keys=full((total // block_size, 2), dtype=np.uint32),
-        start=starts,
+        keys=full((text_size // block_size, 2), dtype=np.uint32),
+        start=np.cumsum(capacities, dtype=np.int32) - capacities,
         capacity=capacities,
         generation=full(),
         stage=full(value=int(Stage.EMPTY)),
@@ -337,7 +368,7 @@ def init_serving(
         parent=full(value=-1),
         namespace=full(),
         seed=full(dtype=np.uint32),
-        sampling=sampling,
+        sampling=jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), sampling),
         stop=full((num_slots, num_stop_tokens), -1),
         retention=retention,
         onboard=full(value=True, dtype=np.bool_),
@@ -348,24 +379,7 @@ def init_serving(
         admitted=full(value=-1),
         first_token=full(value=-1),
         ended=full(value=-1),
-        logits_state=logits_state,
     )
-    state = {
-        "requests": requests,
-        "row": full((rows,), -1),
-        "leads": full((rows,), False, np.bool_),
-        "steps": full(()),
-        "arrivals": full(()),
-        "dirty": full((), False, np.bool_),
-        "skipped_steps": full((rows,)),
-        "out_of_blocks": full((rows,), False, np.bool_),
-        "refused": full(()),
-        "chunks_deferred": full(()),
-        "onboard_slot": full((), -1),
-    }
-    largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
-    width = largest if width is None else static_int("width", width, 1)
-    return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
 
 
 @dataclasses.dataclass

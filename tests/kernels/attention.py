@@ -13,7 +13,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 def how(implementation):
-    """Options that let an implementation run on this machine. Without a GPU kernels run as plain JAX."""
+    """Options to run an implementation on this machine. Without a GPU kernels run as plain JAX."""
     interpreted = implementation in pallas_kernels.PLATFORMS and jax.default_backend() != "gpu"
     return {"implementation": implementation, **({"interpret": True} if interpreted else {})}
 
@@ -41,9 +41,9 @@ def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=N
 
 
 class Case:
-    """Rows of random K/V in random blocks of a pool that is NaN everywhere else.
+    """Rows of random K/V in random blocks of a pool. The pool is NaN everywhere else.
 
-    A pool `stored` as int8, which has no NaN, or float8_e4m3fn has scales, unless `scaled` is False; they are NaN
+    A pool `stored` as int8, which has no NaN, or as float8_e4m3fn has scales, unless `scaled` is False. They are NaN
     everywhere else. With `values` it has latents.
     """
 
@@ -81,12 +81,12 @@ class Case:
         self.rng, self.heads, self.width, self.values = rng, kv_heads * group, width, values
 
     def tables_for(self, window, counts=1):
-        """The block tables, without the blocks that none of a row's last tokens sees."""
+        """The block tables, without blocks invisible to all last tokens of a row."""
         if window is None:
             return jnp.asarray(self.tables)
-        left = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
+        first_block = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
         column = np.arange(self.tables.shape[1])
-        return jnp.asarray(np.where(column[None] < left[:, None], self.pool.shape[0] - 1, self.tables))
+        return jnp.asarray(np.where(column[None] < first_block[:, None], self.pool.shape[0] - 1, self.tables))
 
     def queries(self, *shape):
         return jnp.asarray(self.rng.standard_normal((*shape, self.heads, self.width)), self.dtype)
@@ -163,7 +163,7 @@ def check_decode(case, implementation, *, fixed_split=False, **options):
 
 
 def check_prefill(case, implementation, counts, *, gaps=0, max_count=None, **options):
-    """Checks prefill of rows' last tokens, packed one row after the other, with `gaps` tokens of padding after each."""
+    """Checks prefill of rows' last tokens, packed row by row, with `gaps` tokens of padding after each."""
     counts = np.asarray(counts)
     starts = np.cumsum(counts + gaps) - counts - gaps
     total = int(np.sum(counts + gaps)) + 3

@@ -66,14 +66,14 @@ def vmap():
 
 
 def broken():
-    """A loader that does not wait until a stage is free."""
-    load, real = mosaic_attention._load, mosaic_attention.plgpu
-    careless = types.SimpleNamespace(copy_gmem_to_smem=real.copy_gmem_to_smem, barrier_wait=lambda ref: None)
+    """A loader which does not wait until a stage is free."""
+    load, original = mosaic_attention._load, mosaic_attention.plgpu
+    careless = types.SimpleNamespace(copy_gmem_to_smem=original.copy_gmem_to_smem, barrier_wait=lambda ref: None)
 
     def load_at_once(*args, **scratch):
         mosaic_attention.plgpu = careless
         load(*args, **scratch)
-        mosaic_attention.plgpu = real
+        mosaic_attention.plgpu = original
 
     mosaic_attention._load = load_at_once
     long()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state machine that makes random requests to the cache, and the same ones to the oracle."""
+"""A state machine which makes the same random requests to the cache and to the oracle."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def padded(tokens):
 
 
 def joined(results):
-    """The report of one call that equals several calls, one after the other."""
+    """The report of a call which equals several calls in turn."""
     return results[0]._replace(
         status=[s for r in results for s in r.status], events=[e for r in results for e in r.events],
         queried=[q for r in results for q in r.queried], cached=[c for r in results for c in r.cached],
@@ -120,7 +120,7 @@ def joined(results):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Each rule runs one verb on both caches and compares the reports. The invariant compares the contents."""
+    """Each rule runs a verb on both caches and compares the reports. The invariant compares the contents."""
 
     @initialize(config=st.sampled_from(NAMES), blocks=num_blocks)
     def start(self, config, blocks):
@@ -156,13 +156,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def ready(self):
-        """The rows that a decode loop could continue."""
+        """The rows which a decode loop could continue."""
         rows = enumerate(self.oracle.rows)
         return [seq for seq, row in rows if 0 < row.length == len(row.tokens) and not row.swapped]
 
     @staticmethod
     def one_of(rows, seq):
-        """One of these rows, if any, for a row that was drawn from all."""
+        """A row among these rows, if there are any, for a row drawn from all."""
         return rows[seq % len(rows)] if rows else seq
 
     def both(self, verb, wanted, *args, **kwargs):
@@ -207,7 +207,7 @@ class CacheMachine(RuleBasedStateMachine):
         return ids, padded(ids)
 
     def retained(self, choice):
-        """The priorities that a request states, for the oracle and for the library; none without `timed`."""
+        """A request's priorities, for the oracle and for the library. None without `timed`."""
         if not self.timed:
             return Retention(), None
         (first, second, end), *priorities = choice
@@ -220,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(ms=st.sampled_from((1, 4, 5, 2**30)))
     def wait(self, ms):
-        """Waits, even for days, but less than 24 of them after the latest time that the library has got."""
+        """Waits, even for days, but less than 24 of them after the latest time of the library."""
         time = self.state.groups[0].blocks.time
         if time is None or self.oracle.now + ms - (int(time[0]) * 2**32 + int(time[1])) < 2**31:
             self.oracle.now += ms
@@ -247,7 +247,7 @@ class CacheMachine(RuleBasedStateMachine):
         hurry=st.booleans(), blocks=blocks_of_steps,
     )  # fmt: skip
     def serve(self, prompts, retention, wide, end, hurry, blocks):
-        """Serves whole sequences, so that something is cached."""
+        """Serves whole sequences, to fill the cache."""
         for prompt in prompts:
             if not self.free:
                 break
@@ -336,7 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
 
     def write_reserved(self):
-        """Commits all that rows have reserved, so that they are ready."""
+        """Commits all tokens reserved by rows, so they are ready."""
         reserved = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
         self.write([[0] * WIDTH] * ROWS, reserved)
 
@@ -581,7 +581,7 @@ class CacheMachine(RuleBasedStateMachine):
                     assert group.blocks.retention[ours].tolist() == expected
 
     def agree_on_text(self):
-        """The blocks of each row have its tokens and extra ids, also those that are not in the index yet."""
+        """Compares the tokens and extra ids of each row's blocks, including blocks outside of the index."""
         table, text = np.asarray(self.state.groups[0].table), jax.device_get(self.state.groups[0].blocks.text)
         for blocks, row in zip(table, self.oracle.rows, strict=True):
             position = np.arange(len(row.tokens))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learned policy, its counts and the blocks that it evicts, in plain Python: one block at a time."""
+"""A learned policy, its counts and its evictions, in plain Python, block by block."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def density(hazard: Sequence[float], limits: Sequence[float]) -> list[float]:
     """The best ratio of hits to time over all horizons, for each age."""
     best = []
     for age in range(len(hazard)):
-        left, hits, time, most = 1.0, 0.0, 0.0, 0.0
+        survival, hits, time, density = 1.0, 0.0, 0.0, 0.0
         for later in range(age, len(hazard)):
-            hits += left * hazard[later]
-            time += left * (limits[later + 1] - limits[later]) * (1 - hazard[later] / 2)
-            left *= 1 - hazard[later]
-            most = max(most, hits / time)
-        best.append(most)
+            hits += survival * hazard[later]
+            time += survival * (limits[later + 1] - limits[later]) * (1 - hazard[later] / 2)
+            survival *= 1 - hazard[later]
+            density = max(density, hits / time)
+        best.append(density)
     return best
 
 
@@ -45,13 +45,13 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
     used, seen = np.zeros((2, (len(HITS) + 1) * (len(lengths) + 1) * 2, AGES))
 
     def over(block: int, again: bool) -> None:
-        own, released, counted = out.pop(block)
+        label_of_block, released, counted = out.pop(block)
         if not counted:
             return
         age = age_range(clock - released)
-        seen[own, :age] += 1
-        seen[own, age] += 1 if again else 0.5
-        used[own, age] += again
+        seen[label_of_block, :age] += 1
+        seen[label_of_block, age] += 1 if again else 0.5
+        used[label_of_block, age] += again
 
     for request in range(last):
         ids = cached_part(trace, request, rule)
@@ -62,8 +62,8 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
         for block in ids:
             hits[block] = hits.get(block, NONE) + 1
         for depth in reversed(range(len(ids))):
-            own = label(hits[ids[depth]], len(ids), depth + 1 == len(ids), lengths)
-            out[ids[depth]] = (own, clock, request >= first)
+            block_label = label(hits[ids[depth]], len(ids), depth + 1 == len(ids), lengths)
+            out[ids[depth]] = (block_label, clock, request >= first)
             clock += 1
     for block in list(out):
         over(block, False)
@@ -71,29 +71,30 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
 
 
 class Classed(Scored):
-    """A cache that compares the oldest leaves of all classes, and evicts that of the lowest hit density."""
+    """A cache which compares the oldest leaves of all classes, and evicts the leaf with the lowest hit density."""
 
     def __init__(self, size: int, table: np.ndarray, lengths: Sequence[int]):
         super().__init__(size, lambda cache: cache.stored)
         self.table, self.lengths, self.label = table, lengths, np.zeros(size, np.int64)
 
     def serve(self, ids: list[int], published: int, taken: int) -> int:
-        found = super().serve(ids, published, taken)
+        num_hits = super().serve(ids, published, taken)
         if len(ids) <= len(self.holds):
-            for depth, each in enumerate(ids[:published]):
-                block = self.of[each]
+            for depth, block_id in enumerate(ids[:published]):
+                block = self.of[block_id]
                 self.label[block] = label(int(self.hits[block]), published, depth + 1 == published, self.lengths)
-        return found
+        return num_hits
 
-    def evict(self, number: int) -> list[int]:
+    def evict(self, count: int) -> list[int]:
         gone = []
-        while len(gone) < number:
+        while len(gone) < count:
             leaves = np.flatnonzero((self.holds != NONE) & (self.holders == 0) & (self.children == 0)).tolist()
             heads: dict[int, int] = {}
             for block in sorted(leaves, key=lambda block: self.released[block]):
                 heads.setdefault(int(self.label[block]), block)
-            density = {own: self.table[own, age_range(int(self.clock - self.released[b]))] for own, b in heads.items()}
-            block = heads[min(density, key=lambda own: (density[own], own))]
+            ages = {label: age_range(int(self.clock - self.released[block])) for label, block in heads.items()}
+            density = {label: self.table[label, age] for label, age in ages.items()}
+            block = heads[min(density, key=lambda label: (density[label], label))]
             gone.append(block)
             del self.of[self.holds[block]]
             self.holds[block] = NONE
@@ -103,7 +104,7 @@ class Classed(Scored):
 
 
 def learned_hits(trace: Trace, size: int, rule: str, table: np.ndarray, lengths: Sequence[int]) -> list[int]:
-    """Blocks that each request finds in a cache that evicts by a learned table."""
+    """Blocks which each request finds in a cache with a learned table."""
     cache, hits = Classed(size, table, lengths), []
     for request, length in enumerate(trace.lengths.tolist()):
         taken = length if rule == "papers" else length - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces for tests: a cut of the conversation trace, the whole one if its file exists, and small random forests."""
+"""Traces for tests: a cut of the conversation trace, the whole trace if its file exists, and small random forests."""
 
 import functools
 import json
@@ -13,13 +13,13 @@ from kvjax.research import Comparison, make_trace, read_mooncake
 
 
 @functools.cache
-def cut(number=2000):
+def cut(num_requests=2000):
     """The first requests of the conversation trace."""
-    return read_blocks(TRACE, number)
+    return read_blocks(TRACE, num_requests)
 
 
 def whole_path():
-    """The file of the whole conversation trace; skips the test if it does not exist."""
+    """The file of the whole conversation trace. Skips the test if it does not exist."""
     if not WHOLE.exists():
         pytest.skip(f"{WHOLE} is not there (KVJAX_TRACES names its folder)")
     return WHOLE
@@ -47,13 +47,13 @@ def prompts_of(trace):
 
 
 @st.composite
-def forests(draw, most=12, longest=6, block_size=4):
-    """Traces whose prompts begin like an earlier one, and may continue with new blocks.
+def forests(draw, max_requests=12, longest=6, block_size=4):
+    """Traces whose prompts begin like an earlier prompt, and may continue with new blocks.
 
-    Prompts are repeated, many have one block, and a block that is full in one prompt may be partial in another.
+    Prompts are repeated, many have a single block, and a full block of a prompt may be partial in another.
     """
     prompts, next_id = [], 0
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, max_requests))):
         before = draw(st.sampled_from([[], *prompts[-8:]]))
         prompt = before[: draw(st.integers(0, len(before)))]
         new = draw(st.integers(0 if prompt else 1, max(longest - len(prompt), 0)))
