@@ -6,6 +6,7 @@ from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.recurrent import recur
 from kvjax.pools.rotary import rope_write
+from kvjax.pools.selection import select_blocks
 from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ragged",
     "recur",
     "rope_write",
+    "select_blocks",
     "view",
     "write",
 ]

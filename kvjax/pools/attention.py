@@ -131,7 +131,7 @@ def attend(
         "table": view.tables[group],
         "scales": pools.scales_of(group, pool),
         "sinks": sinks,
-        "lengths": view.lengths,
+        "lengths": view.lengths_of(group),
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
     }
     with jax.named_scope("attend"):
