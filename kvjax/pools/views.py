@@ -69,8 +69,12 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
 
     def lengths_of(self, group: int) -> jax.Array:
         """i32[R]; the number of tokens in a group's table that a row's last token attends to."""
-        packed = None if self.packed_lengths is None else self.packed_lengths[group]
-        return self.lengths if packed is None else packed
+        lengths = None if self.packed_lengths is None else self.packed_lengths[group]
+        return self.lengths if lengths is None else lengths
+
+    def is_packed(self, group: int) -> bool:
+        """Whether a group's table lacks blocks in the middle of rows."""
+        return self.packed_lengths is not None and self.packed_lengths[group] is not None
 
     @property
     def num_decode_rows(self) -> int:
