@@ -34,7 +34,7 @@ def sparse_attention(choose: Callable[..., View]) -> contextlib.AbstractContextM
       >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(12), 12)
       >>> view, v = kvjax.view(state, 12), jnp.arange(24.0).reshape(1, 12, 1, 2)
       >>> pools = kvjax.write(kvjax.init_pools(spec), 0, jnp.zeros_like(v), v, view)
-      >>> state, _ = kvjax.commit(state, np.arange(12)[None], 11)
+      >>> state, _ = kvjax.commit(state, np.arange(12)[None], [11])
       >>> def first_block(q, pools, layer, view, **options):
       ...     return kvjax.pools.select_blocks(view, np.arange(8) < 1)
       >>> with kvjax.pools.sparse_attention(first_block):  # equal scores: the mean of blocks 0 and 2
