@@ -12,16 +12,25 @@ from kvjax.research.sparsity.policies import (
     snapkv,
     streaming,
 )
+from kvjax.research.sparsity.study import POLICIES, Followed, Measurement, Texts, follow, plot_study, study, table
 
 __all__ = [
+    "POLICIES",
+    "Followed",
+    "Measurement",
     "Scores",
     "SparsityPolicy",
+    "Texts",
     "attention_mass",
     "call_sparse",
+    "follow",
     "h2o",
     "init_states",
+    "plot_study",
     "quest",
     "random",
     "snapkv",
     "streaming",
+    "study",
+    "table",
 ]
