@@ -12,7 +12,7 @@ from kvjax.research.sparsity.policies import (
     snapkv,
     streaming,
 )
-from kvjax.research.sparsity.study import POLICIES, Followed, Measurement, Texts, follow, plot_study, study, table
+from kvjax.research.sparsity.measure import POLICIES, Followed, Measurement, Texts, follow, plot_study, study, table
 
 __all__ = [
     "POLICIES",

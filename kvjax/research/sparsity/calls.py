@@ -29,6 +29,12 @@ def init_states(policy: SparsityPolicy, spec: CacheSpec) -> States:
     }
 
 
+def check_budget(budget: float | jax.Array) -> None:
+    """Raises a ValueError for a share of blocks out of range, unless it is traced."""
+    if not isinstance(budget, Tracer) and not 0 < budget <= 1:
+        raise ValueError(f"budget: got {budget}, wanted a share of the blocks in (0, 1]")
+
+
 def call_sparse(
     model: Model,
     tokens: jax.Array,
@@ -37,7 +43,7 @@ def call_sparse(
     *,
     last: jax.Array | None = None,
     policy: SparsityPolicy,
-    budget: float,
+    budget: float | jax.Array,
     states: States,
 ) -> tuple[jax.Array, Pools, States]:
     """Calls a model whose layers with full attention read the blocks that a policy chooses. For use inside of `jit`.
@@ -51,7 +57,7 @@ def call_sparse(
       view: the positions of these tokens.
       last: i32[R], or None for the logits of all tokens.
       policy: the policy.
-      budget: the share of a row's blocks to read, in (0, 1].
+      budget: the share of a row's blocks to read, in (0, 1], perhaps traced.
       states: the policy's states so far, from `init_states`.
 
     Returns:
@@ -78,8 +84,7 @@ def call_sparse(
       >>> recall.decode([int(logits[0, -1].argmax())])
       'paris'
     """
-    if not 0 < budget <= 1:
-        raise ValueError(f"budget: got {budget}, wanted a share of the blocks in (0, 1]")
+    check_budget(budget)
     states = dict(states)
 
     def choose(q: jax.Array, pools: Pools, layer: int | jax.Array, view: View, **options: Any) -> View:

@@ -52,7 +52,9 @@ class Scores:
       position: i32[R]; the position of each row's last token.
     """
 
-    def __init__(self, q: jax.Array, pools: Pools, layer: int | jax.Array, view: View, budget: float, **options: Any):
+    def __init__(
+        self, q: jax.Array, pools: Pools, layer: int | jax.Array, view: View, budget: float | jax.Array, **options: Any
+    ):
         assert view.spec is not None
         self._call = q, pools, layer
         self._view = view
@@ -63,7 +65,7 @@ class Scores:
         self.num_columns = view.tables[0].shape[1]
         self.num_blocks = -(-lengths // size)
         self.first_own = (lengths - view.num_tokens) // size
-        self.budget = jnp.ceil(self.num_blocks * np.float32(budget)).astype(jnp.int32)
+        self.budget = jnp.ceil(self.num_blocks * jnp.float32(budget)).astype(jnp.int32)
         self.position = view.lengths - 1
 
     @property

@@ -19,7 +19,7 @@ from kvjax.layers import LayerSpec
 from kvjax.model import Model, call
 from kvjax.pools.device import init_pools
 from kvjax.pools.views import view
-from kvjax.research.sparsity.calls import call_sparse, init_states
+from kvjax.research.sparsity.calls import call_sparse, check_budget, init_states
 from kvjax.research.sparsity.policies import SparsityPolicy, attention_mass, h2o, quest, random, snapkv, streaming
 from kvjax.spec import CacheSpec, make_spec
 from kvjax.verbs.admit import admit
@@ -132,29 +132,28 @@ def study(
       >>> [(line.policy, line.budget, line.recall) for line in lines]
       [('full', 1.0, 1.0), ('quest', 0.5, 1.0)]
     """
-    cases: list[tuple[str, SparsityPolicy | None, float]] = [("full", None, 1.0)]
-    cases += [(name, policy, budget) for name, policy in policies.items() for budget in budgets]
     lines = []
-    for name, policy, budget in cases:
-        options = {"policy": policy, "budget": budget, "block_size": block_size, "dtype": dtype}
-        text = follow(model, layers, texts, **options)
-        recall = None
-        if needles is not None:
-            found = follow(model, layers, needles, **options).greedy[:, -1]
-            recall = float(np.mean(found == needles.tokens[:, -1]))
-        spec = _spec(layers, texts, block_size, dtype)
-        block_bytes = spec.groups[0].block_bytes(block_size)
-        lines.append(
-            Measurement(
-                name,
-                budget,
-                float(np.exp(-np.mean(text.log_probabilities))),
-                recall,
-                text.milliseconds,
-                text.blocks_read * block_bytes,
-                text.blocks_held * block_bytes,
+    max_length = max(np.shape(given.tokens)[1] for given in (texts, needles or texts))
+    for name, policy in {"full": None, **policies}.items():
+        reader = _Reader(model, layers, policy, max_length, block_size, dtype)
+        shares = [1.0] if policy is None else budgets
+        of_texts = reader.follow(texts, shares)
+        of_needles = [None] * len(shares) if needles is None else reader.follow(needles, shares)
+        for budget, text, needle in zip(shares, of_texts, of_needles, strict=True):
+            recall = None
+            if needles is not None and needle is not None:
+                recall = float(np.mean(needle.greedy[:, -1] == needles.tokens[:, -1]))
+            lines.append(
+                Measurement(
+                    name,
+                    budget,
+                    float(np.exp(-np.mean(text.log_probabilities))),
+                    recall,
+                    text.milliseconds,
+                    text.blocks_read * reader.block_bytes(texts),
+                    text.blocks_held * reader.block_bytes(texts),
+                )
             )
-        )
     return lines
 
 
@@ -178,56 +177,89 @@ def follow(
       budget: the share of blocks to read.
       block_size: P.
       dtype: dtype of the K/V.
+
+    Raises:
+      ValueError: if the budget is not in (0, 1], or a prompt is not shorter than its text.
     """
-    spec = _spec(layers, texts, block_size, dtype)
-    tokens = np.asarray(texts.tokens, np.int32)
-    rows, length = tokens.shape
-    if not 0 < texts.num_prompt < length:
-        raise ValueError(
-            f"num_prompt: got {texts.num_prompt}, wanted 1 to {length - 1}, less than the tokens of a text"
-        )
-    noted = None if policy is None else _noted(policy)
-    step = jax.jit(functools.partial(_step, policy=noted, budget=budget), donate_argnums=(1, 2, 3))
-    state = init(spec)
-    pools = init_pools(spec)
-    states = {} if noted is None else init_states(noted, spec)
-    admit_row = jax.jit(admit, static_argnames="length", donate_argnums=0)
-    for row in range(rows):
-        state, events = admit_row(state, np.int32(row), tokens[row, : texts.num_prompt], length=texts.num_prompt)
-        assert events.ok
-    chunk = -(-texts.num_prompt // -(-texts.num_prompt // _CHUNK))
-    for start in range(0, texts.num_prompt, chunk):
-        end = min(start + chunk, texts.num_prompt)
-        padded = np.pad(tokens[:, start:end], [(0, 0), (0, chunk - end + start)])
-        following = tokens[:, end]
-        said, state, pools, states = step(model, state, pools, states, padded, np.int32(end - start), following)
-    steps = [said]
-    seconds = []
-    for position in range(texts.num_prompt, length - 1):
-        began = time.perf_counter()
-        given = tokens[:, position : position + 1], np.int32(1), tokens[:, position + 1]
-        said, state, pools, states = step(model, state, pools, states, *given)
-        steps.append(jax.block_until_ready(said))
-        seconds.append(time.perf_counter() - began)
-    log_probabilities, greedy = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
-    blocks = float(np.mean(-(-np.asarray(state.seqs.length) // block_size)))
-    read = held = blocks
-    if states:
-        columns = np.stack([np.asarray(columns) for _, columns in states.values()])  # [L, S, M]
-        read = float(columns.sum(axis=2).mean())
-        held = blocks if policy is None or policy.returns else float(columns.any(axis=0).sum(axis=1).mean())
-    return Followed(log_probabilities, greedy, 1e3 * float(np.median(seconds or [0.0])), blocks, read, held)
+    max_length = np.shape(texts.tokens)[1]
+    return _Reader(model, layers, policy, max_length, block_size, dtype).follow(texts, [budget])[0]
 
 
-def _spec(layers: Sequence[LayerSpec], texts: Texts, block_size: int, dtype: Any) -> CacheSpec:
-    rows, length = np.shape(texts.tokens)
-    num_blocks = rows * -(-length // block_size)
-    return make_spec(
-        layers, num_blocks=num_blocks, max_seqs=rows, max_length=length, block_size=block_size, dtype=dtype
-    )
+class _Reader:
+    """A model that follows texts under a policy. Its programs serve all budgets, and all texts of a shape."""
+
+    def __init__(self, model, layers, policy, max_length, block_size, dtype):
+        self.model = model
+        self.layers = layers
+        self.policy = policy
+        self.noted = None if policy is None else _noted(policy)
+        self.options = {"max_length": max_length, "block_size": block_size, "dtype": dtype}
+        self.step = jax.jit(functools.partial(_step, policy=self.noted), donate_argnums=(1, 2, 3))
+        self.admit = jax.jit(admit, static_argnames="length", donate_argnums=0)
+
+    def spec(self, texts: Texts) -> CacheSpec:
+        rows = len(texts.tokens)
+        num_blocks = rows * -(-self.options["max_length"] // self.options["block_size"])
+        return make_spec(self.layers, num_blocks=num_blocks, max_seqs=rows, **self.options)
+
+    def block_bytes(self, texts: Texts) -> int:
+        """Bytes of a block in all layers with full attention."""
+        return self.spec(texts).groups[0].block_bytes(self.options["block_size"])
+
+    def follow(self, texts: Texts, budgets: Sequence[float]) -> list[Followed]:
+        """Reads the prompts once, and then follows the texts with each budget."""
+        for budget in budgets:
+            check_budget(budget)
+        length = np.shape(texts.tokens)[1]
+        if not 0 < texts.num_prompt < length:
+            raise ValueError(f"num_prompt: got {texts.num_prompt}, wanted 1 to {length - 1}, with a token after it")
+        said, *read = self._read(texts)
+        return [self._follow(texts, said, jax.tree.map(jnp.copy, read), budget) for budget in budgets]
+
+    def _read(self, texts: Texts) -> tuple[Any, ...]:
+        """Reads the prompts in equal chunks. Returns what the model says of the next tokens, and the cache."""
+        spec = self.spec(texts)
+        tokens = np.asarray(texts.tokens, np.int32)
+        state = init(spec)
+        for row, prompt in enumerate(tokens[:, : texts.num_prompt]):
+            state, events = self.admit(state, np.int32(row), prompt, length=texts.num_prompt)
+            assert events.ok
+        pools = init_pools(spec)
+        states = {} if self.noted is None else init_states(self.noted, spec)
+        said = None
+        chunk = -(-texts.num_prompt // -(-texts.num_prompt // _CHUNK))
+        for start in range(0, texts.num_prompt, chunk):
+            end = min(start + chunk, texts.num_prompt)
+            padded = np.pad(tokens[:, start:end], [(0, 0), (0, chunk - end + start)])
+            given = padded, np.int32(end - start), tokens[:, end], np.float32(1)
+            said, state, pools, states = self.step(self.model, state, pools, states, *given)
+        return said, state, pools, states
+
+    def _follow(self, texts: Texts, said: Any, cache: Sequence[Any], budget: float) -> Followed:
+        """Follows the texts after their prompts."""
+        state, pools, states = cache
+        tokens = np.asarray(texts.tokens, np.int32)
+        steps = [said]
+        seconds = []
+        for position in range(texts.num_prompt, tokens.shape[1] - 1):
+            began = time.perf_counter()
+            given = tokens[:, position : position + 1], np.int32(1), tokens[:, position + 1], np.float32(budget)
+            said, state, pools, states = self.step(self.model, state, pools, states, *given)
+            steps.append(jax.block_until_ready(said))
+            seconds.append(time.perf_counter() - began)
+        log_probabilities, greedy = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
+        blocks = float(np.mean(-(-np.asarray(state.seqs.length) // self.options["block_size"])))
+        blocks_read = blocks_held = blocks
+        if states:
+            columns = np.stack([np.asarray(columns) for _, columns in states.values()])  # [L, S, M]
+            blocks_read = float(columns.sum(axis=2).mean())
+            if not self.policy.returns:
+                blocks_held = float(columns.any(axis=0).sum(axis=1).mean())
+        milliseconds = 1e3 * float(np.median(seconds or [0.0]))
+        return Followed(log_probabilities, greedy, milliseconds, blocks, blocks_read, blocks_held)
 
 
-def _step(model, state, pools, states, tokens, num_tokens, following, *, policy, budget):
+def _step(model, state, pools, states, tokens, num_tokens, following, budget, *, policy):
     """Runs a chunk of each row's prompt, or the next token of each row.
 
     Returns:
