@@ -2,6 +2,7 @@
 """Studies of sparse attention over the paged cache: which blocks a decoder has to read."""
 
 from kvjax.research.sparsity.calls import call_sparse, init_states
+from kvjax.research.sparsity.measure import POLICIES, Followed, Measurement, Texts, follow, plot_study, study, table
 from kvjax.research.sparsity.policies import (
     Scores,
     SparsityPolicy,
@@ -12,7 +13,6 @@ from kvjax.research.sparsity.policies import (
     snapkv,
     streaming,
 )
-from kvjax.research.sparsity.measure import POLICIES, Followed, Measurement, Texts, follow, plot_study, study, table
 
 __all__ = [
     "POLICIES",
