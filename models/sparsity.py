@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -52,16 +52,11 @@ def main(arguments: list[str] | None = None) -> None:
     with commands.Refusing(parser):
         model, texts, needles = _bundled() if args.checkpoint is None else _checkpoint(args)
         block_size = args.block_size or (_SMALL_BLOCK if args.checkpoint is None else 16)
-        lines = sparsity.study(
-            model,
-            model.layer_specs(),
-            texts,
-            needles,
-            policies=policies,
-            budgets=args.budgets,
-            block_size=block_size,
-        )
-    print(sparsity.table(lines))
+        options = {"policies": policies, "budgets": args.budgets, "block_size": block_size}
+        study, lines = itertools.tee(sparsity.study(model, model.layer_specs(), texts, needles, **options))
+        for text in sparsity.table(study):
+            print(text, flush=True)
+        lines = [*lines]
     if args.json is not None:
         args.json.write_text(json.dumps([line._asdict() for line in lines], indent=2) + "\n")
     if args.plot is not None:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -105,8 +105,8 @@ def study(
     budgets: Sequence[float] = (0.5, 0.25, 0.12),
     block_size: int = 16,
     dtype: jax.typing.DTypeLike = "float32",
-) -> list[Measurement]:
-    """Measures full attention, and each policy with each budget.
+) -> Iterator[Measurement]:
+    """Measures full attention, then each policy with each budget.
 
     Args:
       model: a model, with its layers unrolled.
@@ -118,7 +118,7 @@ def study(
       block_size: P.
       dtype: dtype of the K/V.
 
-    Returns:
+    Yields:
       A line for full attention, then one for each policy and budget.
 
     Example:
@@ -132,7 +132,6 @@ def study(
       >>> [(line.policy, line.budget, line.recall) for line in lines]
       [('full', 1.0, 1.0), ('quest', 0.5, 1.0)]
     """
-    lines = []
     max_length = max(np.shape(given.tokens)[1] for given in (texts, needles or texts))
     for name, policy in {"full": None, **policies}.items():
         reader = _Reader(model, layers, policy, max_length, block_size, dtype)
@@ -143,18 +142,15 @@ def study(
             recall = None
             if needles is not None and needle is not None:
                 recall = float(np.mean(needle.greedy[:, -1] == needles.tokens[:, -1]))
-            lines.append(
-                Measurement(
-                    name,
-                    budget,
-                    float(np.exp(-np.mean(text.log_probabilities))),
-                    recall,
-                    text.milliseconds,
-                    text.blocks_read * reader.block_bytes(texts),
-                    text.blocks_held * reader.block_bytes(texts),
-                )
+            yield Measurement(
+                name,
+                budget,
+                float(np.exp(-np.mean(text.log_probabilities))),
+                recall,
+                text.milliseconds,
+                text.blocks_read * reader.block_bytes(texts),
+                text.blocks_held * reader.block_bytes(texts),
             )
-    return lines
 
 
 def follow(
@@ -297,16 +293,15 @@ def _noted(policy: SparsityPolicy) -> SparsityPolicy:
     return policy._replace(choose=choose, init=make)
 
 
-def table(lines: Sequence[Measurement]) -> str:
-    """The lines of a study as text."""
-    head = f"{'policy':<16}{'budget':>8}{'perplexity':>12}{'recall':>8}{'ms a step':>11}{'MB read':>9}{'MB held':>9}"
-    rows = [
-        f"{line.policy:<16}{line.budget:>8.0%}{line.perplexity:>12.2f}"
-        f"{'' if line.recall is None else f'{line.recall:.0%}':>8}{line.milliseconds:>11.2f}"
-        f"{line.bytes_read / 1e6:>9.2f}{line.bytes_held / 1e6:>9.2f}"
-        for line in lines
-    ]
-    return "\n".join([head, *rows])
+def table(lines: Iterable[Measurement]) -> Iterator[str]:
+    """The lines of a study as text, below a head. Each is ready when it is measured."""
+    yield f"{'policy':<16}{'budget':>8}{'perplexity':>12}{'recall':>8}{'ms a step':>11}{'MB read':>9}{'MB held':>9}"
+    for line in lines:
+        recall = "" if line.recall is None else f"{line.recall:.0%}"
+        yield (
+            f"{line.policy:<16}{line.budget:>8.0%}{line.perplexity:>12.2f}{recall:>8}{line.milliseconds:>11.2f}"
+            f"{line.bytes_read / 1e6:>9.2f}{line.bytes_held / 1e6:>9.2f}"
+        )
 
 
 @picture
