@@ -70,7 +70,7 @@ def block_mass(
     def compute(q, pool, index, scales, table, lengths, num_tokens, starts):
         def of_row(queries, first, table, length, count):
             keys = _keys(pool, index, scales, table)
-            score = _scores(queries * factor, keys)  # [K, C, G, M, P]
+            score = _scores(queries.astype(jnp.float32) * factor, keys)  # [K, C, G, M, P]
             if soft_cap is not None:
                 score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
             offset = np.arange(queries.shape[0], dtype=np.int32) - first
@@ -170,9 +170,9 @@ def _keys(pool: jax.Array, index: jax.Array | int, scales: jax.Array | None, tab
 
 
 def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Scores f32[K, C, G, M, P] of queries [C, Q, D], which are scaled, with keys [M, K, P, D]."""
+    """Scores f32[K, C, G, M, P] of queries f32[C, Q, D], which are scaled, with keys [M, K, P, D]."""
     queries = queries.reshape(queries.shape[0], keys.shape[1], -1, queries.shape[-1])
-    return jnp.einsum("ckgd,mkpd->kcgmp", queries.astype(jnp.float32), keys, preferred_element_type=jnp.float32)
+    return jnp.einsum("ckgd,mkpd->kcgmp", queries, keys, preferred_element_type=jnp.float32)
 
 
 def _check_whole(pools: Pools, group: int) -> None:

@@ -65,7 +65,7 @@ class Scores:
         self.num_columns = view.tables[0].shape[1]
         self.num_blocks = -(-lengths // size)
         self.first_own = (lengths - view.num_tokens) // size
-        self.budget = jnp.ceil(self.num_blocks * jnp.float32(budget)).astype(jnp.int32)
+        self.budget = jnp.ceil(self.num_blocks.astype(jnp.float32) * jnp.float32(budget)).astype(jnp.int32)
         self.position = view.lengths - 1
 
     @property
@@ -135,7 +135,7 @@ class Scores:
 
         Each of the R rows has a single token.
         """
-        q = self._call[0][:, 0]
+        q = self._call[0][:, 0].astype(jnp.float32)
         scale = self._options.get("scale")
         q = q.reshape(q.shape[0], low.shape[1], -1, q.shape[-1]) * (q.shape[-1] ** -0.5 if scale is None else scale)
         is_block = self.all[:, None, :, None]
@@ -193,7 +193,7 @@ def h2o(recent: float = 0.5) -> SparsityPolicy:
         if scores.is_prompt:
             mass = scores.mass()
             return scores.all, jnp.where((scores.first_own > 0)[:, None], state, 0.0) + mass
-        last = scores.recent(jnp.ceil(scores.budget * np.float32(recent)).astype(jnp.int32))
+        last = scores.recent(jnp.ceil(scores.budget.astype(jnp.float32) * recent).astype(jnp.int32))
         columns = scores.best(state, among=~last)
         return columns, state + scores.mass(columns)
 
