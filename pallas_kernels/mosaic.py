@@ -30,6 +30,7 @@ def decode_attention(
     *,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -46,7 +47,9 @@ def decode_attention(
     if fixed_split:
         raise NotImplementedError("mosaic: no fixed split, since the parts of all rows are merged by one sum")
     tiles = tuning.mosaic_decode(width)
-    work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
+    work, starts = split_lengths(
+        lengths, tiles.slots, tuning.decode_programs() // kv_heads, None if sink_tokens else window
+    )
     parts = work.row.shape[0]
     out, lse = attend(
         _packed(q.reshape(rows, kv_heads, group, width)[work.row], 8),
@@ -59,6 +62,7 @@ def decode_attention(
         q.dtype if parts == rows else jnp.float32,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         interpret=interpret,
@@ -81,6 +85,7 @@ def prefill_attention(
     max_count,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -120,6 +125,7 @@ def prefill_attention(
         q.dtype,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         interpret=interpret,

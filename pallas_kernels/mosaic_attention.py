@@ -43,6 +43,7 @@ def attend(
     *,
     scale,
     window,
+    sink_tokens,
     soft_cap,
     sinks,
     interpret,
@@ -60,6 +61,7 @@ def attend(
       dtype: the result's dtype.
       scale: see `xla.decode_attention` for this and the following arguments.
       window: the number of tokens that a token attends to, or None.
+      sink_tokens: the number of first tokens seen whatever the window.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       interpret: whether to simulate the kernel.
@@ -70,7 +72,7 @@ def attend(
     pieces, kv_heads, rows, width = q.shape
     size = pool.shape[4]
     packed = tiles.workers * ROWS
-    static = Static(pool.shape, tiles, group, scale, window, soft_cap, sinks is not None)
+    static = Static(pool.shape, tiles, group, scale, window, sink_tokens, soft_cap, sinks is not None)
     if sinks is None:
         sinks = jnp.zeros((kv_heads, packed), jnp.float32)
     else:  # row x has the sink of head x % G
@@ -165,7 +167,7 @@ def _kernel(
     warpgroup = lax.axis_index("warpgroup")
     slots = static.tiles.slots
     workers = static.tiles.workers
-    window = static.window
+    window = None if static.sink_tokens else static.window
 
     def piece() -> Piece:
         """The piece. Each role computes it separately, to save registers."""

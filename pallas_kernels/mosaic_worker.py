@@ -36,6 +36,7 @@ class Static(NamedTuple):
     group: int  # G
     scale: float
     window: int | None
+    sink_tokens: int  # seen whatever the window
     soft_cap: float | None
     has_sinks: bool
 
@@ -95,7 +96,8 @@ def attend_tiles(
         score, factor = _cap(score, static)
         if masked:
             low = None if static.window is None else position - static.window - slot
-            score = _mask(score, low, jnp.minimum(position, piece.end - 1) - slot)
+            sink_end = static.sink_tokens - slot if static.sink_tokens else None
+            score = _mask(score, low, jnp.minimum(position, piece.end - 1) - slot, sink_end)
         new_highest = jnp.maximum(highest, jnp.max(score, axis=1) * factor)
         shrink = jnp.exp2(highest - new_highest)
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_highest, score.shape, [0]))
@@ -165,12 +167,16 @@ def _cap(score, static: Static):
     return score, np.float32(static.soft_cap) * _LOG2E
 
 
-def _mask(score, low, high):
-    """Scores [64, slots] with -inf outside the columns low[row] + 1 to high[row], or from column 0 if `low` is None."""
+def _mask(score, low, high, sink_end):
+    """Scores [64, slots] with -inf outside the columns low[row] + 1 to high[row], or from column 0 if `low` is None.
+
+    Columns below `sink_end` are seen too. None means there are no such columns.
+    """
     column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
     is_seen = column <= lax.broadcast_in_dim(high, score.shape, [0])
     if low is not None:
-        is_seen &= column > lax.broadcast_in_dim(low, score.shape, [0])
+        in_window = column > lax.broadcast_in_dim(low, score.shape, [0])
+        is_seen &= in_window if sink_end is None else in_window | (column < sink_end)
     return jnp.where(is_seen, score, -jnp.inf)
 
 
@@ -194,7 +200,7 @@ def _accumulate(mixed, weight, v_ref, p_ref):
 
 def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
     """Zeroes the rows of the V tile from `slot` on that no query of the piece sees."""
-    low = 0 if static.window is None else piece.first - (static.window - 1) - slot
+    low = 0 if static.window is None or static.sink_tokens else piece.first - (static.window - 1) - slot
     high = piece.end - slot
     # The first worker does it for both, because the second worker's turn comes later.
     has_unseen = (worker == 0) & ((low > 0) | (high < v_ref.shape[0]))

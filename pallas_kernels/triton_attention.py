@@ -84,11 +84,17 @@ class Static(NamedTuple):
     tile: int  # the number of slots
     scale: float
     window: int | None
+    sink_tokens: int  # seen whatever the window
     soft_cap: float | None
     has_sinks: bool
     has_scales: bool
     in_words: bool  # whether K and V are read in words of four bytes, part j of the columns in the bytes j
     interpret: bool
+
+    @property
+    def reach(self) -> int | None:
+        """The number of last slots to go through. None means all slots."""
+        return None if self.sink_tokens else self.window
 
     @property
     def of_values(self) -> tuple[Columns, ...]:
@@ -129,6 +135,7 @@ def prefill_attention(
     max_count,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -155,6 +162,7 @@ def prefill_attention(
         queries,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         scales=scales,
@@ -197,6 +205,7 @@ def prepare(
     *,
     scale,
     window,
+    sink_tokens,
     soft_cap,
     sinks,
     scales,
@@ -231,6 +240,7 @@ def prepare(
         tile=tiles.slots,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
         has_scales=scales is not None,
@@ -260,20 +270,20 @@ def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, lis
     position = piece.position + rows.query
     begin = piece.begin
     end = piece.end
-    if static.window is not None:
-        begin = jnp.maximum(begin, first_slot(piece.position, static.window, static.tile))
+    if static.reach is not None:
+        begin = jnp.maximum(begin, first_slot(piece.position, static.reach, static.tile))
     product = functools.partial(plt.dot, precision=_precision(static.dtype, static.interpret))
 
     def step(tile_index, carry, masked):
         highest, total, mixed, *largest = carry
         slot = begin + tile_index * static.tile + jnp.arange(static.tile, dtype=jnp.int32)
-        inside = _inside(slot, piece.position, end, static.window) if masked else None
+        inside = _inside(slot, piece.position, end, static) if masked else None
         kv_row = _find(refs, piece.row, head, slot, inside, static)
         k, k_scale = _fetch(refs, kv_row, inside, static)
         products = [product(*pair, trans_b=True) for pair in zip(q, k, strict=True)]
         score = _score(functools.reduce(operator.add, products), k_scale, factor, static)
         if masked:
-            score = _mask(score, slot, inside, position, static.window)
+            score = _mask(score, slot, inside, position, static)
         new_highest = jnp.maximum(highest, jnp.max(score, axis=1))
         shrink = jnp.exp2(highest - new_highest)
         weight = jnp.exp2(score - new_highest[:, None])
@@ -358,7 +368,7 @@ def _begin(sinks_ref, piece: Work, rows: Rows, static: Static):
     total = jnp.zeros(shape, jnp.float32)
     if static.has_sinks:  # an additional score with a value of zero, in the first part of the row's K/V
         sink = plt.load(sinks_ref.at[rows.head], mask=rows.live, other=0.0) * _LOG2E
-        is_first = piece.begin <= first_slot(piece.position, static.window, static.tile)
+        is_first = piece.begin <= first_slot(piece.position, static.reach, static.tile)
         highest = jnp.where(is_first, sink, highest)
         total = jnp.where(is_first, 1.0, total)
     mixed = [jnp.zeros((*shape, part.padded), jnp.float32) for part in static.of_values]
@@ -376,10 +386,16 @@ def _over_tiles(step, carry, first, begin, end, static: Static):
     return lax.fori_loop(num_unmasked, num_tiles, functools.partial(step, masked=True), carry)
 
 
-def _inside(slot, first, end, window: int | None):
+def _inside(slot, first, end, static: Static):
     """bool[tile], whether some query of the piece may see the slots i32[tile]."""
     inside = slot < end
-    return inside if window is None else inside & (slot > first - window)
+    return inside if static.window is None else inside & _in_window(slot, first, static)
+
+
+def _in_window(slot, position, static: Static):
+    """Whether the window's limit lets queries at these positions see the slots."""
+    in_window = slot > position - static.window
+    return in_window | (slot < static.sink_tokens) if static.sink_tokens else in_window
 
 
 def _find(refs: Operands, row, head, slot, inside, static: Static):
@@ -436,11 +452,11 @@ def _score(product, k_scale, factor, static: Static):
     return cap * _LOG2E * jnp.tanh(product * (factor * np.float32(static.scale / static.soft_cap)))
 
 
-def _mask(score, slot, inside, position, window: int | None):
+def _mask(score, slot, inside, position, static: Static):
     """Scores f32[X, tile] with -inf for the slots that a row, by its position, does not see."""
     is_seen = (slot[None, :] <= position[:, None]) & inside[None, :]
-    if window is not None:
-        is_seen = is_seen & (slot[None, :] > position[:, None] - window)
+    if static.window is not None:
+        is_seen = is_seen & _in_window(slot[None, :], position[:, None], static)
     return jnp.where(is_seen, score, -jnp.inf)
 
 

@@ -34,6 +34,7 @@ def decode_attention(
     *,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -57,6 +58,7 @@ def decode_attention(
         1,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         scales=scales,
@@ -69,9 +71,10 @@ def decode_attention(
     programs = max(tuning.resident_programs(tiles) // groups, 1)
     if fixed_split:
         tiles_per_part = -(-tuning.FIXED_SPLIT // tiles.slots)
-        max_slots = tables.shape[1] * pool.shape[4] if window is None else window + tiles.slots
+        reach = static.reach
+        max_slots = tables.shape[1] * pool.shape[4] if reach is None else reach + tiles.slots
         programs = rows * -(-max_slots // (tiles_per_part * tiles.slots))
-    shares = share_tiles(lengths, tiles.slots, programs, window, tiles_per_part, interpret)
+    shares = share_tiles(lengths, tiles.slots, programs, static.reach, tiles_per_part, interpret)
 
     def results(count, dtype):
         shape = count, heads, values or width
@@ -106,7 +109,7 @@ def _kernel(order_ref, ends_ref, first_ref, tiles_per_program_ref, lengths_ref, 
         end = ends_ref[entry + 1]
         length = lengths_ref[row]
         stop = jnp.minimum(end, limit)
-        slot = first_slot(length - 1, static.window, static.tile) + (tile - start) * static.tile
+        slot = first_slot(length - 1, static.reach, static.tile) + (tile - start) * static.tile
         last = jnp.minimum(slot + (stop - tile) * static.tile, length)
         piece = Work(row, row, jnp.ones((), jnp.int32), length - 1, slot, last)
         packed, out, lse = attend(operands, piece, head, static)

@@ -41,6 +41,7 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    sink_tokens: int = 0,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
@@ -59,6 +60,8 @@ def decode_attention(
       lengths: i32[R]; the number of tokens that a row attends to, including the query's. Rows of length 0 give zeros.
       scale: factor on the scores.
       window: a token attends to the last `window` tokens, itself included. None means no limit.
+      sink_tokens: with a window a token attends to the row's first `sink_tokens` tokens too. The table then has to lack
+        the blocks between these tokens and the window, and `lengths` their tokens: all blocks of a row are read.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
       sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
       scales: f32[N + 1, L, 2, K, P] of a quantised pool. None means the pool is not quantised.
@@ -72,6 +75,8 @@ def decode_attention(
       [R, Q, D] like q, or [R, Q, values]. With `return_lse` also f32[R, Q], -inf where the denominator is empty.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "scales": scales, "values": values}
+    options["sink_tokens"] = sink_tokens
+    reach = None if sink_tokens else window
     tile = _tile_blocks(q.shape[0], pool.shape) * pool.shape[4]
 
     def uncut():
@@ -82,9 +87,9 @@ def decode_attention(
         return _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options)
 
     max_slots = tables.shape[1] * pool.shape[4]
-    max_slots = max_slots if window is None else min(max_slots, window)
+    max_slots = max_slots if reach is None else min(max_slots, reach)
     if attend is None and not fixed_split and q.shape[0] in _ROWS_IN_PARTS and max_slots >= _TILES_IN_PARTS * tile:
-        out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, window)), in_parts, uncut)
+        out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, reach)), in_parts, uncut)
     else:
         out, lse = uncut()
     return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
@@ -102,6 +107,7 @@ def prefill_attention(
     max_count: int,
     scale: float,
     window: int | None = None,
+    sink_tokens: int = 0,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
@@ -124,6 +130,7 @@ def prefill_attention(
       max_count: static bound on counts.
       scale: see `decode_attention` for this and the following arguments.
       window: the number of tokens that a token attends to, or None.
+      sink_tokens: the number of first tokens seen whatever the window.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       scales: f32[N + 1, L, 2, K, P], or None.
@@ -154,6 +161,7 @@ def prefill_attention(
         work.count,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         scales=scales,
@@ -175,7 +183,8 @@ def prefill_attention(
 def _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options):
     """`decode_attention` with long rows cut into parts of whole tiles: [R, 1, Q, D] and f32[R, 1, Q], as `_attend`."""
     num_rows, heads = q.shape[:2]
-    work, _ = split_lengths(lengths, tile, 2 * num_rows, options["window"])
+    reach = None if options["sink_tokens"] else options["window"]
+    work, _ = split_lengths(lengths, tile, 2 * num_rows, reach)
 
     def attend(work):
         tiles = q[work.row][:, None].astype(jnp.float32), pool, layer, tables[work.row], work.position
@@ -206,6 +215,7 @@ def _attend(
     *,
     scale,
     window,
+    sink_tokens,
     soft_cap,
     sinks,
     scales,
@@ -231,8 +241,9 @@ def _attend(
     first = first if stride == 1 else position[:, 0]
     blocks = min(_tile_blocks(num_tiles, pool.shape), tables.shape[1])
     tile_slots = blocks * size
-    base, length, num_unmasked, num_steps = _extent(first, length, count, window, part, size, tile_slots)
-    tables = tables if window is None and part is None else _columns(tables, base, tables.shape[1])
+    reach = None if sink_tokens else window
+    base, length, num_unmasked, num_steps = _extent(first, length, count, reach, part, size, tile_slots)
+    tables = tables if reach is None and part is None else _columns(tables, base, tables.shape[1])
 
     def fetch(row):
         kv = rows(pool, row, run, jnp.float32).reshape(num_tiles, kv_heads, tile_slots, width)
@@ -245,7 +256,7 @@ def _attend(
         score = _scores(queries, keys)
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
-        is_seen = _seen(slot, position, length if masked else None, window)
+        is_seen = _seen(slot, position, length if masked else None, window, sink_tokens)
         if is_seen is not None:
             score = jnp.where(is_seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
         # With the barrier, V is fetched after the use of K, into the same memory. Both would not fit into a CPU's
@@ -382,11 +393,13 @@ def _start(sinks, split, width):
     return highest, denominator, jnp.zeros((*shape, width), jnp.float32)
 
 
-def _seen(slot, position, length, window):
+def _seen(slot, position, length, window, sink_tokens):
     """Whether bool[W, C, T] the queries at positions i32[W, C] see the slots i32[W, T]. None means all."""
     slot = slot[:, None]
     position = position[:, :, None]
     in_window = None if window is None else slot > position - window
+    if in_window is not None and sink_tokens:
+        in_window |= slot < sink_tokens
     if length is None:
         return in_window
     is_seen = (slot <= position) & (slot < length[:, None, None])

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import Pytree, pick, sum_before
+from kvjax._arrays import Pytree, pick, put, sum_before
 from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask, static_int32
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -51,6 +51,9 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
         row as for the longest row.
       spec: static; the cache's spec. `write` and `attend` refuse pools of another spec. None disables this check, for a
         view made by hand.
+      packed_lengths: per group i32[R] if its table lacks blocks in the middle of rows, else None. The rows are then
+        packed: the columns of `tables` are the blocks to read, in order, and row r ends after `packed_lengths[g][r]`
+        of their tokens. None if no group has such a table.
     """
 
     tables: tuple[jax.Array, ...]
@@ -62,6 +65,16 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
     decodes: int = 0
     fixed_split: bool = False
     spec: CacheSpec | None = None
+    packed_lengths: tuple[jax.Array | None, ...] | None = None
+
+    def lengths_of(self, group: int) -> jax.Array:
+        """i32[R]; the number of tokens in a group's table that a row's last token attends to."""
+        lengths = None if self.packed_lengths is None else self.packed_lengths[group]
+        return self.lengths if lengths is None else lengths
+
+    def is_packed(self, group: int) -> bool:
+        """Whether a group's table lacks blocks in the middle of rows."""
+        return self.packed_lengths is not None and self.packed_lengths[group] is not None
 
     @property
     def num_decode_rows(self) -> int:
@@ -180,6 +193,41 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
         starts=jnp.concatenate([all_rows, starts + max_seqs]),
         decodes=max_seqs,
     )
+
+
+def packed(
+    table: jax.Array, lengths: jax.Array, chosen: jax.Array, scratch: int, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Moves the chosen blocks of each row to the front of its block table, in order.
+
+    Attention has no position of a key apart from its place in the table, and the tokens of the view are the last, so
+    causality and a row's last block stay as they were.
+
+    Args:
+      table: i32[R, M]; pool rows. The scratch row is a hole, which nobody can choose.
+      lengths: i32[R]; the number of tokens in each row of the table.
+      chosen: bool[R, M]; the columns to read. A row's last column has to be among them.
+      scratch: the scratch row, which fills the rest of each row.
+      block_size: P.
+
+    Returns:
+      The packed table i32[R, M], and the number of tokens in its rows i32[R].
+
+    Example:
+      >>> from kvjax.pools.views import packed
+      >>> table, chosen = jnp.array([[5, 3, 8, 1]]), jnp.array([[True, False, True, True]])
+      >>> packed(table, jnp.array([10]), chosen, scratch=9, block_size=4)[0].tolist()  # 10 tokens are in 3 columns
+      [[5, 8, 9, 9]]
+      >>> packed(table, jnp.array([10]), chosen, scratch=9, block_size=4)[1].tolist()  # without the 4 tokens of 3
+      [6]
+    """
+    column = np.arange(table.shape[1], dtype=np.int32)[None]
+    num_columns = -(-lengths // block_size)
+    chosen = chosen & (column < num_columns[:, None]) & (table != scratch)
+    num_chosen = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)
+    row = np.broadcast_to(np.arange(table.shape[0], dtype=np.int32)[:, None], table.shape)
+    front = put(jnp.full_like(table, scratch), (row, num_chosen - 1), table, chosen)
+    return front, lengths - (num_columns - num_chosen[:, -1]) * block_size
 
 
 def _rows(state: CacheState, num_tokens, seqs, written):
