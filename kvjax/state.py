@@ -382,6 +382,8 @@ class Sequences(Pytree):
       retention: i32[S, M + 1, 2]; the stated retention of each of the row's blocks, then of generated blocks. None if
         the spec has no retention.
       swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
+      holes: bool[S, M]; the blocks of the first group that the row no longer reads (`blocks/holes.py`). None if the
+        spec has no thinning.
     """
 
     length: jax.Array
@@ -389,6 +391,7 @@ class Sequences(Pytree):
     namespace: jax.Array
     retention: jax.Array | None = None
     swapped: jax.Array | None = None
+    holes: jax.Array | None = None
 
     @property
     def swapped_out(self) -> jax.Array:
