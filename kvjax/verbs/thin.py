@@ -81,7 +81,7 @@ def thin(
     columns = columns.reshape(seqs.shape[0], spec.max_blocks_per_seq)
     rows = pick(state.seqs, seqs)
     num_whole = rows.committed // spec.block_size
-    unwritten = columns & (np.arange(spec.max_blocks_per_seq, dtype=np.int32) >= num_whole[:, None])
+    unwritten = columns & (np.arange(spec.max_blocks_per_seq, dtype=np.int32)[None] >= num_whole[:, None])
     exists = (seqs >= 0) & (seqs < spec.max_seqs) & (rows.length > 0)
     bad = ~exists | repeated(seqs) | jnp.any(unwritten, axis=1)
     thinned = put(state.seqs.holes, seqs, rows.holes | columns, ~bad & ~rows.swapped_out)

@@ -107,7 +107,10 @@ class Block:
 
 @dataclasses.dataclass
 class Row:
-    """One sequence: `length` tokens reserved, of which `tokens` are written; a table per group, gaps are NO_BLOCK."""
+    """One sequence: `length` tokens reserved, of which `tokens` are written; a table per group, gaps are NO_BLOCK.
+
+    The columns `holes` of the first table are not read. A hole keeps its block as long as others read it.
+    """
 
     namespace: int = 0
     length: int = 0
@@ -116,6 +119,7 @@ class Row:
     prompt: int = 0  # tokens of the prompt
     retention: Retention = RETENTION
     swapped: bool = False
+    holes: frozenset[int] = frozenset()
 
     def copy(self) -> Row:
         """An equal row that shares nothing with this one."""
