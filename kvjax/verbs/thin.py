@@ -37,8 +37,8 @@ def thin(
     Args:
       state: the cache.
       seq: i32[] or i32[R]; different rows in use.
-      columns: bool[M] or bool[R, M]; the columns of the block table to let go of. Their blocks must be written to the
-        end. A hole may be named again.
+      columns: bool[R, M]; the columns of the block table to let go of. Their blocks must be written to the end. A hole
+        may be named again. bool[M] applies to all rows.
       max_removed: static; the largest number of blocks to remove. None means N + H.
       now: i32[]; the time in ms.
 
@@ -70,15 +70,13 @@ def thin(
     spec = state.spec
     if not spec.thinning:
         raise ValueError("state: got a cache whose spec has thinning=False, wanted make_spec(..., thinning=True)")
-    seq = one_or_more("seq", seq)
-    columns = flags("columns", columns, (*seq.shape, spec.max_blocks_per_seq))
+    seqs = jnp.atleast_1d(one_or_more("seq", seq))
+    columns = flags("columns", columns, (*seqs.shape, spec.max_blocks_per_seq))
     now = integers("now", now, ())
     group = state.groups[0]
     num_ids = group.ids.size
     max_removed = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
 
-    seqs = jnp.atleast_1d(seq)
-    columns = columns.reshape(seqs.shape[0], spec.max_blocks_per_seq)
     rows = pick(state.seqs, seqs)
     num_whole = rows.committed // spec.block_size
     unwritten = columns & (np.arange(spec.max_blocks_per_seq, dtype=np.int32)[None] >= num_whole[:, None])
