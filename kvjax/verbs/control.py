@@ -172,7 +172,9 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     return state, assemble(state, status, removed=removed, shortfall=over)
 
 
-def leave_index_with(state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array) -> tuple[CacheState, list[Records]]:
+def leave_index_with(
+    state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array
+) -> tuple[CacheState, list[Records]]:
     """Takes the first group's blocks doomed bool[B], at most `max_removed`, out of the index where ok bool[].
 
     Blocks without holders become empty. No doomed block is on the move, and all their findable descendants are doomed

@@ -1613,9 +1613,13 @@ EVERY = (
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
     "fast thinning": Config(
-        (FULL, (6, 1)), host=5, generate=False, verbs=(*FAST, "swap_out", "swap_in", "thin"), options={"thinning": True}
+        (FULL, (6, 1)),
+        blocks=9,
+        generate=False,
+        verbs=("admit", "commit", "extend", "release", "fork", "truncate", "decode", "thin"),
+        options={"thinning": True},
     ),
-    "thinning, host": Config(host=5, options={"thinning": True}),
+    "thinning, windows, host": Config((FULL, (6, 1)), host=5, options={"thinning": True}),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
     "every argument": Config(
         (FULL, (6, 1)),
