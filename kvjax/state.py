@@ -288,7 +288,7 @@ class Group(Pytree):
       num_empty: i32[]; height of this stack.
       num_cached: i32[]; findable blocks on the device without a holder.
       num_blocks: i32[]; blocks in use, 1..N, or 0 if made with a number out of range.
-      table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
+      table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks, before a window, and in freed holes.
       policy: the eviction policy's state.
       group0_block: i32[B]; in a window group, the first group's block with the same prefix. None in the first group.
       window_block: i32[B of the first group]; the inverse of `group0_block`: this group's block, or NO_BLOCK. None in

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holes: blocks in the middle of a row that `thin` has let go of.
+"""Holes: columns in the middle of rows, whose blocks `thin` has let go of.
 
 Two rows share a prompt of three blocks, and row 0 has let go of columns 1 and 3:
 
@@ -10,10 +10,10 @@ K/V computed after a hole are not the K/V of the row's prefix. So a row with a h
 request can find its K/V.
 
 Block 4 stays in row 0's table while row 1 reads it: every holder of a findable block holds the whole prefix, and
-eviction relies on it. When only holes have a block, the next call of `thin` frees it. Findable blocks after a freed
-block that rows still hold leave the index then, for the same reason.
+eviction relies on it. When only holes have a block, the next call of `thin` frees it. If rows still hold findable
+blocks after the freed block, these leave the index then, for the same reason.
 
-The functions return their arguments unchanged if the spec has no thinning, so that programs without it are the same.
+The functions return their arguments unchanged if the spec has no thinning. Programs without it stay the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group, Sequences
 
 
 def without_thinned(seqs: Sequences, filled: Filled) -> Filled:
-    """Leaves out the filled blocks of rows with holes, so that they are neither published nor merged."""
+    """Leaves out the filled blocks of rows with holes: they are neither published nor merged."""
     if seqs.holes is None:
         return filled
     return filled._replace(where=filled.where & ~jnp.any(pick(seqs.holes, filled.row), axis=-1))
@@ -44,7 +44,7 @@ def unless_thinned(row: Sequences, where: jax.Array) -> jax.Array:
 
 
 def unless_inside(row: Sequences, length: jax.Array, block_size: int, where: jax.Array) -> jax.Array:
-    """bool[]; where bool[], unless a cut to `length` tokens would end inside a hole, which nothing can be written to."""
+    """bool[]; where bool[], unless a cut to `length` tokens would end inside a hole. Nothing can be written there."""
     if row.holes is None:
         return where
     return where & ~((length % block_size > 0) & pick(row.holes, length // block_size))
@@ -68,7 +68,7 @@ def unread(group: Group, holes: jax.Array) -> jax.Array:
 def stranded(state: CacheState, freed: jax.Array) -> jax.Array:
     """bool[B]; blocks of the first group that leave the index when nobody holds the blocks freed bool[B] any more.
 
-    They are the blocks after the freed blocks that a row still holds, in any group, and all their descendants.
+    They are the held blocks after the freed blocks, by the holders in any group, and all their descendants.
     """
     group, *window_groups = state.groups
     blocks = group.blocks
@@ -81,7 +81,7 @@ def stranded(state: CacheState, freed: jax.Array) -> jax.Array:
 
 
 def free(group: Group, policy: EvictionPolicy, holes: jax.Array, freed: jax.Array, now: Any) -> Group:
-    """Takes the blocks freed bool[B] from all holes bool[S, M]. Findable blocks stay cached, the others become empty."""
+    """Takes the blocks freed bool[B] from all holes bool[S, M]. Findable blocks stay cached, others become empty."""
     leaves = holes & (group.table >= 0) & pick(freed, group.table)
     ids = group.table.T[::-1].reshape(-1)  # tails before heads: the order in which blocks are freed
     where = leaves.T[::-1].reshape(-1)

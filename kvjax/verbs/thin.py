@@ -26,10 +26,10 @@ def thin(
     K/V computed after such a hole are approximate, so a row with a hole publishes nothing any more, and neither do its
     forks. A cut by `truncate` to the tokens before its first hole makes it a row like any other.
 
-    A block is freed as soon as no row reads it and no pin holds it. A findable block stays cached. Findable blocks
-    after a freed block that rows still hold leave the index, because a holder must hold the whole prefix.
-    A block that other rows read stays findable and theirs. If they release it later, your next call of `thin` frees it,
-    even a call without columns.
+    A block is freed if no row reads it and no pin holds it. If it is findable, it stays cached. The findable blocks
+    after it leave the index with their descendants if rows still hold them, because a holder must hold the whole
+    prefix. A block with other readers stays theirs, and findable. If they release it later, your next call of `thin`
+    frees it, even a call without columns.
 
     The call costs a pass over all blocks. It needs a cache with `make_spec(thinning=True)`. Window layers and recurrent
     layers keep their blocks.
@@ -44,8 +44,8 @@ def thin(
 
     Returns:
       The cache, and events with E = max_removed records a group: removed, children first. Status BAD_REQUEST for a row
-      that is free, unknown or named twice, or a column that is not written to its end, and HELD for a swapped-out row.
-      The other rows are thinned. No row is thinned if more than `max_removed` blocks would leave the index
+      free, unknown or named twice, or for a column not written to its end. Status HELD for a swapped-out row. The other
+      rows are thinned. No row is thinned if more than `max_removed` blocks would leave the index
       (BAD_REQUEST, and `events.shortfall` is the number beyond it), or if a block to remove is on the move (HELD).
 
     Raises:

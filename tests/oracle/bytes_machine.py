@@ -1608,7 +1608,7 @@ FAST = (
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
     "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
-    "watermark", "swap_out", "swap_in", "misuse",
+    "watermark", "swap_out", "swap_in", "misuse", "thin",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
@@ -1630,7 +1630,7 @@ CONFIGS = {
         generate=False,
         policy=priority(),
         verbs=EVERY,
-        options={"extra_ids": True, "retention": True},
+        options={"extra_ids": True, "retention": True, "thinning": True},
     ),
     "extra ids": Config(options={"extra_ids": True}),
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
