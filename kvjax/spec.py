@@ -153,7 +153,7 @@ class CacheSpec:
             raise ValueError(
                 "partial_reuse: got True with recurrent layers, wanted False: their state inside a block is not kept"
             )
-        if self.thinning and self.bare:
+        if self.thinning and len(self.groups) > 1 and not self.groups[0].pools:
             raise ValueError("thinning: got True without a layer of full attention, wanted False: `thin` has no blocks")
         for group in self.groups:
             for pool in group.pools:
