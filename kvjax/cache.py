@@ -35,6 +35,7 @@ from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.free_rows import free_rows
 from kvjax.verbs.init import init
 from kvjax.verbs.release import release
+from kvjax.verbs.thin import thin
 from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
@@ -109,6 +110,7 @@ class AnyCache(MadeByCreate):
     commit = _method(commit)
     fork = _method(fork)
     truncate = _method(truncate)
+    thin = _method(thin)
     trim = _method(trim)
     release = _method(release)
     beam_step = _method(beam_step)

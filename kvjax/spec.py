@@ -124,6 +124,7 @@ class CacheSpec:
       partial_reuse: whether reuse continues token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
+      thinning: whether `thin` may let go of blocks in the middle of rows.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=30, block_size=4)
@@ -139,6 +140,7 @@ class CacheSpec:
     partial_reuse: bool = True
     retention: bool = False
     offload_min_priority: int = 0
+    thinning: bool = False
 
     def __post_init__(self):
         set_ints(self, 1, "block_size", "max_seqs", "max_blocks_per_seq")
@@ -152,6 +154,8 @@ class CacheSpec:
             raise ValueError(
                 "partial_reuse: got True with recurrent layers, wanted False: their state inside a block is not kept"
             )
+        if self.thinning and len(self.groups) > 1 and not self.groups[0].pools:
+            raise ValueError("thinning: got True without a layer of full attention, wanted False: `thin` has no blocks")
         for group in self.groups:
             for pool in group.pools:
                 if bool(pool.arrays) != group.recurrent:
@@ -253,6 +257,7 @@ def make_spec(
     partial_reuse: bool | None = None,
     retention: bool = False,
     offload_min_priority: int = 0,
+    thinning: bool = False,
 ) -> CacheSpec:
     """Describes a cache for a model's layers.
 
@@ -273,6 +278,8 @@ def make_spec(
         True is an error.
       retention: whether blocks have priorities and times to live.
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
+      thinning: whether `thin` may let go of blocks in the middle of rows. Each view then packs the blocks that its rows
+        still read.
 
     Returns:
       The spec. Layers are grouped by window: full attention first, then windows from small to large, then recurrent
@@ -306,6 +313,7 @@ def make_spec(
         partial_reuse,
         retention,
         offload_min_priority,
+        thinning,
     )
     for group in spec.groups:
         if group.num_blocks < (min_blocks := spec.least_blocks(group)):

@@ -290,7 +290,7 @@ class Group(Pytree):
       num_empty: i32[]; height of this stack.
       num_cached: i32[]; findable blocks on the device without a holder.
       num_blocks: i32[]; blocks in use, 1..N, or 0 if `init` got a traced number out of range.
-      table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
+      table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks, before a window, and in freed holes.
       policy: the eviction policy's state.
       group0_block: i32[B]; in a window group, the first group's block with the same prefix. None in the first group.
       window_block: i32[B of the first group]; the inverse of `group0_block`: this group's block, or NO_BLOCK. None in
@@ -384,6 +384,8 @@ class Sequences(Pytree):
       retention: i32[S, M + 1, 2]; the requested retention of each of the row's blocks, then of generated blocks. None
         if the spec has no retention.
       swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
+      holes: bool[S, M]; the blocks of the first group that the row no longer reads (`blocks/holes.py`). None if the
+        spec has no thinning.
     """
 
     length: jax.Array
@@ -391,6 +393,7 @@ class Sequences(Pytree):
     namespace: jax.Array
     retention: jax.Array | None = None
     swapped: jax.Array | None = None
+    holes: jax.Array | None = None
 
     @property
     def swapped_out(self) -> jax.Array:

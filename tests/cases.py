@@ -51,9 +51,9 @@ OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size":
 LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]
 # Caches for calls of which only the shapes are used.
 SPECS = {
-    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", **OPTIONS),
+    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", thinning=True, **OPTIONS),
     "all of it": kvjax.make_spec(
-        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, dtype="int8", **OPTIONS
+        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, thinning=True, dtype="int8", **OPTIONS
     ),
 }  # fmt: skip
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -108,6 +108,13 @@ VERBS = {
     ),
     "fork": Verb("src dst", {"": ((0, 1), {}), "into many": ((0, IDS), {})}),
     "truncate": Verb("seq length", {"": ((0, 3), {}), "several": ((IDS, IDS), {})}),
+    "thin": Verb(
+        "seq columns",
+        {
+            "": ((0, np.zeros(WIDTH // 4, bool)), {"now": 5}),
+            "several": ((IDS, np.zeros((2, WIDTH // 4), bool)), {"max_removed": 2}),
+        },
+    ),
     "trim": Verb("active", {"": ((ACTIVE,), {"max_tokens": 4}), "any room": ((ACTIVE,), {})}),
     "release": Verb("seq", {"": ((0,), {}), "several": ((np.arange(ROWS),), {})}),
     "beam_step": Verb("seqs parents", {"": ((IDS, np.zeros(2, np.int64)), {})}),

@@ -133,7 +133,9 @@ def _rows(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
         committed = int(seen.committed[seq])
         written = "" if committed == length else f" ({committed:,} written)"
         swapped_out = ", swapped out" if seen.swapped[seq] else ""
-        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{swapped_out}  blocks "
+        num_holes = int(seen.holes[seq].sum())
+        holes = f", {num_holes:,} holes" if num_holes else ""
+        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{swapped_out}{holes}  blocks "
         table = seen.table[seq]
         last = np.flatnonzero(table != NO_BLOCK)
         yield head + fit(runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))

@@ -242,6 +242,8 @@ def _rows(state: CacheState, num_tokens, seqs, written):
         pool_row = group.pool_row(table)
         on_device = is_row[:, None] & (table >= 0) & (pool_row < spec.num_blocks)
         tables.append(jnp.where(on_device, pool_row, spec.num_blocks))
+    if state.seqs.holes is not None:
+        tables[0] = jnp.where(pick(state.seqs.holes, seqs), state.spec.groups[0].num_blocks, tables[0])
     written = jnp.maximum(each_row("written", written, seqs.shape), 0)  # committed tokens are never written again
     start = jnp.where(is_row, pick(state.seqs.committed, seqs) + written, 0)
     num_pending = jnp.where(is_row, pick(state.seqs.length, seqs), 0) - start
@@ -273,4 +275,14 @@ def _view(state, tables, start, count, owner, offset, starts, decodes=0) -> View
         pool_row = pick(table, (owner, positions // size))
         slots.append(jnp.where(is_token, pool_row, group.num_blocks) * size + positions % size)
     lengths = jnp.where(count > 0, start + count, 0)
-    return View(tables, positions, lengths, tuple(slots), count, starts, decodes, spec=state.spec)
+    view = View(tables, positions, lengths, tuple(slots), count, starts, decodes, spec=state.spec)
+    return _without_holes(view) if state.spec.thinning else view
+
+
+def _without_holes(view: View) -> View:
+    """Packs the rows of the first group's table, where `thin` has left holes."""
+    assert view.spec is not None
+    table, *other_tables = view.tables
+    everything = np.ones(table.shape, np.bool_)
+    table, lengths = packed(table, view.lengths, everything, view.spec.groups[0].num_blocks, view.spec.block_size)
+    return view.replace(tables=(table, *other_tables), packed_lengths=(lengths, *(None for _ in other_tables)))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import count, fence, loop, pick, put, rank, repeated
-from kvjax.blocks import windows
+from kvjax.blocks import holes, windows
 from kvjax.blocks.dedup import Filled, resolve
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
@@ -142,6 +142,7 @@ def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax
         for span, span_max in zip(spans, max_filled, strict=True)
     ]
     all_filled = jax.tree.map(lambda *parts: jnp.concatenate(parts), *filled)
+    all_filled = holes.without_thinned(state.seqs, all_filled)
     state, stored, updated = publish_filled(state, all_filled, width, now, several=max(max_filled) > 1)
     for span in spans:
         state = slide(state, span, now)

@@ -168,15 +168,17 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     held = jnp.any(doomed & (metadata.refcount > 0)) | jnp.any(named & (pick(metadata.refcount, ids) > 0))
     held = held | jnp.any(doomed & group.moving(group.ids))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
-    state, removed = _empty(state, doomed, max_removed, status == Status.OK)
+    state, removed = leave_index_with(state, doomed, max_removed, status == Status.OK)
     return state, assemble(state, status, removed=removed, shortfall=over)
 
 
-def _empty(state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array) -> tuple[CacheState, list[Records]]:
-    """Empties the first group's blocks doomed bool[B], at most `max_removed`, where ok bool[].
+def leave_index_with(
+    state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array
+) -> tuple[CacheState, list[Records]]:
+    """Takes the first group's blocks doomed bool[B], at most `max_removed`, out of the index where ok bool[].
 
-    No doomed block is held or on the move, and all their findable descendants are doomed too. Also returns records,
-    removed.
+    Blocks without holders become empty. No doomed block is on the move, and all their findable descendants are doomed
+    too. Also returns records, removed.
     """
     group = state.groups[0]
     order = children_first(group.blocks, group.ids, doomed)[:max_removed]
@@ -227,7 +229,7 @@ def forget_namespaces(
     doomed = forgotten & (metadata.refcount == 0)
     over = jnp.maximum(count(doomed) - max_removed, 0)
     status = first_failure((over > 0, Status.BAD_REQUEST), (moving, Status.HELD))
-    state, removed = _empty(state, doomed, max_removed, status == Status.OK)
+    state, removed = leave_index_with(state, doomed, max_removed, status == Status.OK)
     return state, assemble(state, status, removed=removed, shortfall=over)
 
 

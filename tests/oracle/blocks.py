@@ -107,7 +107,10 @@ class Block:
 
 @dataclasses.dataclass
 class Row:
-    """A sequence: `length` tokens reserved, of which `tokens` are written, and a table per group. Gaps are NO_BLOCK."""
+    """A sequence: `length` tokens reserved, of which `tokens` are written, and a table per group. Gaps are NO_BLOCK.
+
+    Nothing reads the columns `holes` of the first table. A hole keeps its block as long as others read it.
+    """
 
     namespace: int = 0
     length: int = 0
@@ -116,6 +119,7 @@ class Row:
     prompt: int = 0  # tokens of the prompt
     retention: Retention = RETENTION
     swapped: bool = False
+    holes: frozenset[int] = frozenset()
 
     def copy(self) -> Row:
         """An equal row with its own lists."""

@@ -8,6 +8,7 @@ version of the weights: rows in flight keep their version when there are new wei
 - each findable block of every group, on both tiers, holds the K/V of its path;
 - in recurrent layers, each row's snapshot and each findable snapshot is the name of its text;
 - each block reserved for K/V from outside belongs to no one else, and holds the K/V written so far;
+- no findable block holds K/V that a row computed after a hole. Their names differ from the names of their text;
 - `check` passes, and the events give the index;
 
 and everything else may be overwritten with NaN, since nothing may read it.
@@ -429,12 +430,31 @@ class Config:
 
 @dataclasses.dataclass
 class Row:
-    """The right contents of a sequence: `items` are written, and `prompt` may have more tokens to write."""
+    """The right contents of a sequence: `items` are written, and `prompt` may have more tokens to write.
+
+    Its first group has no blocks in the columns `holes`. K/V computed after a hole are approximate: `spoiled` has
+    (position, salt), and the names from each position on differ from the names of the text.
+    """
 
     namespace: int
     prompt: Path
     items: Path
     swapped: bool = False
+    holes: frozenset[int] = frozenset()
+    spoiled: tuple[tuple[int, int], ...] = ()
+
+    def names(self) -> np.ndarray:
+        """i32[n]: the names of the row's tokens."""
+        names = names_of(self.namespace, self.items)
+        for position, salt in self.spoiled:
+            names[position:] = (names[position:] + salt) % PRIME
+        return names
+
+    def spoil(self, length: int, salt: int) -> None:
+        """Makes the K/V approximate from `length` on, as far as there are holes before."""
+        before = tuple(mark for mark in self.spoiled if mark[0] < length)
+        self.holes = frozenset(column for column in self.holes if column * SIZE < length)
+        self.spoiled = (*before, (length, salt)) if self.holes else ()
 
 
 @dataclasses.dataclass
@@ -474,7 +494,7 @@ class Life:
     def __init__(self, config: Config, faults: Faults):
         self.config, self.faults, self.spec = config, faults, config.spec()
         self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
-        self.version = 0
+        self.version = self.salts = 0
         self.tally: collections.Counter[str] = collections.Counter()
         self.arguments: set[draws.Argument] = set()
         self.time = 2**31 - 20
@@ -525,8 +545,26 @@ class Life:
         """Reads copies of the state and the bytes: numpy's views would keep arrays from being donated."""
         take = functools.partial(jax.tree.map, lambda x: np.array(x))
         self.state: Any = take(jax.device_get(self.cache.state))
-        self.tables = take(jax.device_get(self.programs["view"](self.cache.state, np.int32(1), max_tokens=1).tables))
+        self.tables = take(jax.device_get(self.programs["view"](self.seen(), np.int32(1), max_tokens=1).tables))
         self.bytes = self.by_token(take(jax.device_get((self.cache.pools, self.host))))
+
+    def seen(self) -> kvjax.CacheState:
+        """The state whose view has the tables. A view of rows with holes has no table without a token to write."""
+        state = self.cache.state
+        if not self.spec.thinning:
+            return state
+        length, committed = np.array(state.seqs.length), np.array(state.seqs.committed)
+        length = np.where(length > 0, np.maximum(length, committed + 1), 0).astype(np.int32)
+        return state.replace(seqs=state.seqs.replace(length=jax.device_put(length, state.seqs.length.sharding)))
+
+    def table_of(self, seq: int, group: int) -> np.ndarray:
+        """i32[M]: the pool rows of a row's view, by column. Views are packed: holes have no entry."""
+        table, scratch = self.tables[group][seq], self.spec.groups[group].num_blocks
+        if self.spec.thinning and group == 0:
+            columns = [column for column in range(len(table)) if column not in self.rows[seq].holes]
+            packed, table = table, np.full_like(table, scratch)
+            table[columns] = packed[: len(columns)]
+        return np.where(table == scratch, -1, table)
 
     def by_token(self, tiers: Any, back: bool = False) -> Any:
         """Pools of both tiers in numpy, with each block's tokens in order, or `back` in the order of the devices."""
@@ -602,16 +640,16 @@ class Life:
             for seq, row in self.rows.items():
                 table = np.where(group.table[seq] >= 0, slot[group.table[seq]], -1)
                 if not row.swapped:
-                    table = self.tables[number][seq]
-                    table = np.where(table == spec.num_blocks, -1, table)
+                    table = self.table_of(seq, number)
                 where = np.arange(len(row.items))
-                held = table[where // SIZE] >= 0
-                lost = ~held & visible(spec, where, len(row.items))
+                is_hole = np.isin(where // SIZE, [*row.holes]) & (number == 0)
+                held = (table[where // SIZE] >= 0) & ~is_hole
+                lost = ~held & ~is_hole & visible(spec, where, len(row.items))
                 assert not lost.any(), f"row {seq} sees nothing at {where[lost]} in group {number}"
                 if spec.recurrent:  # blocks that it has gone past are still held only if nothing was written since
                     held &= where >= len(row.items) - 1
                 rows, where = table[where // SIZE][held], where[held]
-                want(f"row {seq}", rows, where % SIZE, names_of(row.namespace, row.items)[where])
+                want(f"row {seq}", rows, where % SIZE, row.names()[where])
             for (of, block, _), (namespace, path, *_) in self.mirror.nodes.items():
                 if of == number:
                     start = (len(path) - 1) // SIZE * SIZE
@@ -972,7 +1010,7 @@ class Life:
                 row = self.rows[seq]
                 start = len(row.items)
                 row.items += line
-                names = names_of(row.namespace, row.items)
+                names = row.names()
                 before = np.concatenate([[0], names[:-1] + 1]).astype(np.int32)
                 values[seq, : len(line)] = values_of(names[start:], before[start:], layers)
         tokens = np.stack([padded([x[0] if self.extra else x for x in line]) for line in new])
@@ -1055,6 +1093,30 @@ class Life:
         if bool(events.ok):
             row = self.rows[seq]
             row.prompt, row.items = row.prompt[:length], row.items[:length]
+            row.spoil(len(row.items), self.salt())
+
+    def salt(self) -> int:
+        """A number for the K/V that are approximate in a new way."""
+        self.salts += 1
+        return self.salts * 7_001 % PRIME
+
+    def _thin(self, request: Request) -> None:
+        seqs, before = request["seqs"], self.state.groups[0].table
+        columns = np.array(request["columns"])
+        written = np.array([len(self.rows[seq].items) if seq in self.rows else 0 for seq in seqs])
+        if request.get("flaw") is None:
+            columns &= (np.arange(columns.shape[1]) + 1) * SIZE <= written[:, None]
+        events = self.on_face("thin", np.array(seqs, np.int32), columns, **self.leave)
+        for seq, chosen, status in zip(seqs, columns, np.asarray(events.status).tolist(), strict=True):
+            if status == Status.OK:
+                row = self.rows[seq]
+                row.holes |= frozenset(np.flatnonzero(chosen).tolist())
+                row.spoil(len(row.items), self.salt())
+        if bool(np.any(np.asarray(events.status) == Status.OK)):
+            after = np.asarray(self.cache.state.groups[0].table)
+            holes = np.asarray(self.cache.state.seqs.holes)
+            self.tally["freed by thin"] += int(np.sum((before >= 0) & (after < 0)))
+            self.tally["left to others by thin"] += int(np.sum(holes & (after >= 0)))
 
     def _trim(self, request: Request) -> None:
         self.on_face("trim", np.array(request["active"]), **({"max_tokens": SIZE} if self.config.every else {}))
@@ -1286,7 +1348,7 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 
 _WEIGHTS = {
     "admit": 30, "commit": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
-    "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
+    "decode": 24, "trim": 3, "thin": 9, "forget_namespaces": 1, "update": 2,
     "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 5, "swap_in": 8,
     "complete": 3, "generate": 2,
     "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "finish_adoption": 6, "misuse": 2,
@@ -1370,7 +1432,7 @@ class Requests(Draws):
         generates = self.config.generate and free
         candidates = {
             "admit": free, "commit": any(reserved[used]), "extend": used, "release": life.rows,
-            "decode": not all(reserved[used]), "trim": used,
+            "decode": not all(reserved[used]), "trim": used, "thin": used and life.spec.thinning,
             "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
             "forget_namespaces": life.mirror.nodes, "update": life.version < VERSIONS - 1,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
@@ -1435,6 +1497,11 @@ class Requests(Draws):
                 request |= {"k": self.number_of_steps(), "active": self.per_row(0.8), "wide": may_be_wide}
                 request["num_tokens"] = [self.number(1, SIZE + 1) if self.chance(0.5) else SIZE for _ in range(ROWS)]
                 request["tokens"] = [self.following(seq) for seq in range(ROWS)]
+            case "thin":
+                request["seqs"] = self.rng.permutation(ROWS)[:AT_ONCE].tolist()
+                request["columns"] = self.rng.integers(0, 2, (AT_ONCE, WIDTH // SIZE)).astype(bool).tolist()
+                if self.chance(0.05):
+                    request["flaw"] = "columns"
             case "trim":
                 request["active"] = self.per_row(0.6)
             case "beam_step":
@@ -1541,10 +1608,18 @@ FAST = (
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
     "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
-    "watermark", "swap_out", "swap_in", "misuse",
+    "watermark", "swap_out", "swap_in", "misuse", "thin",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
+    "fast thinning": Config(
+        (FULL, (6, 1)),
+        blocks=9,
+        generate=False,
+        verbs=("admit", "commit", "extend", "release", "fork", "truncate", "decode", "thin"),
+        options={"thinning": True},
+    ),
+    "thinning, windows, host": Config((FULL, (6, 1)), host=5, options={"thinning": True}),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
     "every argument": Config(
         (FULL, (6, 1)),
@@ -1555,7 +1630,7 @@ CONFIGS = {
         generate=False,
         policy=priority(),
         verbs=EVERY,
-        options={"extra_ids": True, "retention": True},
+        options={"extra_ids": True, "retention": True, "thinning": True},
     ),
     "extra ids": Config(options={"extra_ids": True}),
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),

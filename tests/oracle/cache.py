@@ -287,8 +287,8 @@ class Oracle(Tiers):
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
             for i in range(before // self.block_size, len(row.tokens) // self.block_size):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
-                if seq in unpublished or not self._intact(node) or self.blocks[row.tables[0][i]].move:
-                    break  # a move has failed
+                if seq in unpublished or row.holes or not self._intact(node) or self.blocks[row.tables[0][i]].move:
+                    break  # K/V after a hole are approximate, or a move has failed
                 filled.append(node)
                 for group in self.groups:
                     table, duplicate = row.tables[group.number], group.index.get(node)
@@ -346,6 +346,8 @@ class Oracle(Tiers):
         row = self._row(seq)
         if row is None or not 1 <= length <= row.length or row.swapped:
             return Result([Status.BAD_REQUEST])
+        if length % self.block_size and length // self.block_size in row.holes:
+            return Result([Status.BAD_REQUEST])  # nothing can be written to a hole
         committed, last = min(len(row.tokens), length), self._blocks_for(length)
         has_recurrent = any(group.recurrent for group in self.groups)
         if has_recurrent and length < len(row.tokens) and length % self.block_size:
@@ -354,7 +356,8 @@ class Oracle(Tiers):
         for group in self.groups[1:]:
             for i in range(last):
                 if row.tables[group.number][i] == NO_BLOCK and group.sees(i, committed, self.block_size):
-                    node = self.blocks[row.tables[0][i]].node
+                    above = row.tables[0][i]
+                    node = None if above == NO_BLOCK else self.blocks[above].node
                     if node is None or not self._reachable(group, node, False):
                         return Result([Status.BAD_REQUEST])
                     regained.append((group, i, group.index[node]))
@@ -367,11 +370,59 @@ class Oracle(Tiers):
             while len(table) > last:
                 self._drop(group, table.pop())
         row.length, row.prompt = length, min(row.prompt, length)
+        row.holes = frozenset(column for column in row.holes if column < last)
         del row.tokens[length:]
         events, end = [], self.blocks[row.tables[0][-1]]
         if length % self.block_size and end.node and end.refcount == 1 and not self._children(end.node):
             events += self._remove(row.tables[0][-1])
         return Result([Status.OK], events)
+
+    def thin(self, seqs, columns, max_removed=None) -> Result:
+        """Makes columns of rows holes: their blocks are not read any more. A block that nobody reads is freed.
+
+        A holder of a findable block holds its whole prefix. So the findable blocks after a freed one that somebody
+        still holds, in any group, leave the index, with all their descendants.
+        """
+        status, holes = [], [row.holes for row in self.rows]
+        for seq, chosen in zip(seqs, columns, strict=True):
+            row = self._row(seq)
+            if row is None or list(seqs).count(seq) > 1 or any(c >= len(row.tokens) // self.block_size for c in chosen):
+                status.append(Status.BAD_REQUEST)
+            elif row.swapped:
+                status.append(Status.HELD)
+            else:
+                status.append(Status.OK)
+                holes[seq] = row.holes | frozenset(chosen)
+        if Status.OK not in status:
+            return Result(status)
+        entries = [(column, seq) for seq, columns in enumerate(holes) for column in columns]
+        entries = [(column, seq) for column, seq in entries if self.rows[seq].tables[0][column] != NO_BLOCK]
+        unread = collections.Counter(self.rows[seq].tables[0][column] for column, seq in entries)
+        freed = {b for b, n in unread.items() if n == self.blocks[b].refcount and not self.blocks[b].move}
+        below = self._followers([b for b in self.index.values() if b in freed])
+        stranded = [b for b in below if (self.blocks[b].refcount and b not in freed) or self._is_held_beside(b)]
+        leaving = self._followers(stranded)
+        doomed = [b for b in self.index.values() if b in leaving]
+        over = max(0, len(doomed) - (len(self.blocks) if max_removed is None else max_removed))
+        if over or any(self.blocks[b].move for b in doomed):
+            reason = Status.BAD_REQUEST if over else Status.HELD
+            status = [Status.BAD_REQUEST if one == Status.BAD_REQUEST else reason for one in status]
+            return Result(status, shortfall=over)
+        for row, own in zip(self.rows, holes, strict=True):
+            row.holes = own
+        for column, seq in sorted(entries, key=lambda entry: (-entry[0], entry[1])):  # tails before heads
+            table = self.rows[seq].tables[0]
+            if table[column] in freed:
+                self._drop(self.groups[0], table[column])
+                table[column] = NO_BLOCK
+        events = [event for block in reversed(doomed) for event in self._remove(block)]
+        self._find_unevictable(self.groups[0])
+        return Result(status, events)
+
+    def _is_held_beside(self, block: int) -> bool:
+        """Whether another group's block of the same prefix is held."""
+        node = self.blocks[block].node
+        return any(group.blocks[group.index[node]].refcount for group in self.groups[1:] if node in group.index)
 
     def trim(self, active, max_tokens=None) -> Result:
         """Gives back the blocks which active rows have reserved beyond their written tokens."""
@@ -409,7 +460,7 @@ class Oracle(Tiers):
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
                 node = (row.namespace, path)
                 private = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
-                if self.partial_reuse and is_tail and private and not row.swapped:
+                if self.partial_reuse and is_tail and private and not row.swapped and not row.holes:
                     siblings = [
                         (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
                     ]

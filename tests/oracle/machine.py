@@ -36,6 +36,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "host, windows, retention": {
         "policy": "priority", "retention": True, "layers": [(None, 0), (6, 3)], "num_host_blocks": 4,
     },
+    "thinning": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 4, "thinning": True},
+    "thinning, plain": {"thinning": True},
+    "thinning, recurrent": {"layers": [(None, 0), "recurrent"], "thinning": True},
     "windows alone": {"layers": [(5, 0), (9, 1)], "partial_reuse": False},
     "recurrent": {"layers": [(None, 0), "recurrent"]},
     "recurrent alone": {"layers": ["recurrent"]},
@@ -132,6 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, **options)
         self.timed, self.extra, self.host = spec.retention, spec.extra_ids, spec.has_host
+        self.thinning = spec.thinning
         sizes = {group.key: max(blocks, spec.least_blocks(group)) for group in spec.groups}
         self.state = kvjax.init(spec, chosen, num_blocks=sizes)
         windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in spec.window_groups if group.window]
@@ -369,6 +373,22 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = [self.oracle.truncate(*pair) for pair in zip(seqs, lengths, strict=True)]
         self.both("truncate", joined(wanted), np.asarray(seqs, np.int32), np.asarray(lengths, np.int32))
 
+    @precondition(lambda self: self.used and self.thinning)
+    @rule(
+        seqs=two(rows), which=two(st.integers(0, 2**BLOCKS_PER_ROW - 1)), is_sound=mostly,
+        most=st.sampled_from((None, None, 1)),
+    )  # fmt: skip
+    def thin(self, seqs, which, is_sound, most):
+        columns = [[column for column in range(BLOCKS_PER_ROW) if mask >> column & 1] for mask in which]
+        if is_sound:
+            seqs = [self.one_of(self.used, seq + index) for index, seq in enumerate(seqs)]
+            seqs[1] = NO_BLOCK if seqs[1] == seqs[0] else seqs[1]
+            whole = [len(self.oracle.rows[seq].tokens) // SIZE if seq in self.used else 0 for seq in seqs]
+            columns = [[c for c in chosen if c < end] for chosen, end in zip(columns, whole, strict=True)]
+        masks = np.array([[c in chosen for c in range(BLOCKS_PER_ROW)] for chosen in columns])
+        wanted = self.oracle.thin(seqs, columns, most)
+        self.both("thin", wanted, np.asarray(seqs, np.int32), masks, max_removed=most)
+
     @precondition(lambda self: self.used)
     @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), most=st.sampled_from((None, SIZE)))
     def trim(self, active, most):
@@ -560,6 +580,9 @@ class CacheMachine(RuleBasedStateMachine):
         seqs = self.state.seqs
         assert seqs.length.tolist() == [row.length for row in self.oracle.rows]
         assert seqs.committed.tolist() == [len(row.tokens) for row in self.oracle.rows]
+        if seqs.holes is not None:
+            wanted = [[column in row.holes for column in range(BLOCKS_PER_ROW)] for row in self.oracle.rows]
+            assert seqs.holes.tolist() == wanted
         if seqs.swapped is not None:
             assert seqs.swapped.tolist() == [row.swapped for row in self.oracle.rows]
         self.agree_on_text()
