@@ -6,6 +6,7 @@ A policy in a line. The block of the lowest score leaves first, and a score can 
     smallest_first = by_score(lambda blocks: blocks.fill)
 """
 
+from kvjax.policies.adaptive import adaptive
 from kvjax.policies.classes import by_class, lfu
 from kvjax.policies.retention import Retention, TokenRange
 from kvjax.policies.ring import lru, vllm_v1
@@ -14,6 +15,7 @@ from kvjax.policies.scores import by_score, cost_aware, fifo, lfu_da, priority, 
 __all__ = [
     "Retention",
     "TokenRange",
+    "adaptive",
     "by_class",
     "by_score",
     "cost_aware",
