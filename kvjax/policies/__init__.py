@@ -7,7 +7,7 @@ A policy in a line. The block of the lowest score leaves first, and a score can 
 """
 
 from kvjax.policies.adaptive import adaptive
-from kvjax.policies.classes import by_class, lfu
+from kvjax.policies.classes import by_class, lfu, t_lru
 from kvjax.policies.retention import Retention, TokenRange
 from kvjax.policies.ring import lru, vllm_v1
 from kvjax.policies.scores import by_score, cost_aware, fifo, lfu_da, priority, random, trt_leaf
@@ -25,6 +25,7 @@ __all__ = [
     "lru",
     "priority",
     "random",
+    "t_lru",
     "trt_leaf",
     "vllm_v1",
 ]
