@@ -187,7 +187,7 @@ def learn(memory: Memory, blocks: Blocks, ids: jax.Array) -> Memory:
     )
 
     shifts = np.arange(0, _BITS * (PROPERTIES + 1), _BITS, dtype=np.int32)
-    record = jnp.sum(values << shifts, axis=1, dtype=jnp.int32) + (reuse.uses << (_BITS * (PROPERTIES + 1)))
+    record = jnp.sum(values << shifts[None], axis=1, dtype=jnp.int32) + (reuse.uses << (_BITS * (PROPERTIES + 1)))
     note = Note(pick(blocks.released, ids), record)
     marked, is_last = last_of_each(memory.tag, slot, is_released)
     new = Memory(
@@ -248,17 +248,21 @@ def _reuse(
 def values_of(record: jax.Array) -> jax.Array:
     """i32[K, PROPERTIES + 1]; the values and the level in records i32[K]."""
     shifts = np.arange(0, _BITS * (PROPERTIES + 1), _BITS, dtype=np.int32)
-    return (record[:, None] >> shifts) & (VALUES - 1)
+    return (record[:, None] >> shifts[None]) & (VALUES - 1)
 
 
 def properties(reuse: Reuse) -> jax.Array:
     """i32[K, PROPERTIES]; the value of each property of a request's blocks."""
-    in_ranges = lambda x, limits: jnp.sum(x[..., None] >= np.array(limits, np.int32), axis=-1, dtype=jnp.int32)  # noqa: E731
-    turns = in_ranges(reuse.turns, _TURNS)
+    turns = _in_ranges(reuse.turns[None], _TURNS)
     new = jnp.minimum(_num_bits(reuse.num_new), VALUES - 1)
-    uses = in_ranges(reuse.uses, _USES)
+    uses = _in_ranges(reuse.uses, _USES)
     gap = jnp.where(reuse.gap < 0, 0, 1 + jnp.minimum(_num_bits(reuse.gap >> _LOW), VALUES - 2))
-    return jnp.stack(jnp.broadcast_arrays(turns, new, uses, gap), axis=1)
+    return jnp.stack([jnp.broadcast_to(value, uses.shape) for value in (turns[0], new, uses, gap)], axis=1)
+
+
+def _in_ranges(x: jax.Array, limits: tuple[int, ...]) -> jax.Array:
+    """i32[K]; the range of each x i32[K]: the number of limits that it reaches."""
+    return jnp.sum(x[:, None] >= np.array(limits, np.int32)[None], axis=1, dtype=jnp.int32)
 
 
 def _num_bits(x: jax.Array) -> jax.Array:
@@ -275,7 +279,8 @@ def levels(counts: Counts, values: jax.Array) -> jax.Array:
     base = _log_odds(jnp.clip(average, 1e-3, 1 - 1e-3))
     gain = _CAUTION * (_log_odds(jnp.clip(share, 1e-4, 1 - 1e-4)) - base)
     row = np.arange(PROPERTIES, dtype=np.int32)
-    odds = base + jnp.sum(pick(gain, (row, values)), axis=1)
+    odds = base + jnp.sum(pick(gain, (row[None], values)), axis=1)
+    odds = jnp.where(jnp.sum(counts.ages) > 0, odds, 0)  # a single level, so LRU, until something is used again
     return jnp.clip(jnp.floor(odds).astype(jnp.int32) + LEVELS // 2, 0, LEVELS - 1)
 
 
@@ -302,9 +307,9 @@ def densities(counts: Counts, turnover: jax.Array) -> jax.Array:
     reused = multiplier[:, None] * (counts.ages / released)[None]
     remaining = jnp.maximum(1 - (jnp.cumsum(reused, axis=1) - reused), 1e-3)
     hazard = jnp.minimum(reused / remaining, 1 - 1e-6)
-    discount = jnp.exp(-jnp.asarray(_LIMITS[:-1]) / (_HORIZON * turnover))
+    discount = jnp.exp(-jnp.asarray(_LIMITS[:-1]) / (_HORIZON * turnover))[None]
     hits = discount * remaining * hazard
-    time = discount * remaining * np.diff(_LIMITS) * (1 - hazard / 2)
+    time = discount * remaining * np.diff(_LIMITS)[None] * (1 - hazard / 2)
     from_here = lambda x: jnp.cumsum(x[:, ::-1], axis=1)[:, ::-1]  # noqa: E731
     time = from_here(time)
     density = jnp.where(time > 0, from_here(hits) / jnp.where(time > 0, time, 1), 0)
@@ -330,5 +335,5 @@ _LIMITS = _limits()  # f32[AGES + 1]; the first age of each range, and the end o
 
 def _tally(values: jax.Array, num_values: int, where: jax.Array) -> jax.Array:
     """f32[P, num_values]; how often each value occurs in each column of i32[K, P], where bool[K]."""
-    is_value = values[..., None] == np.arange(num_values, dtype=np.int32)
+    is_value = values[..., None] == np.arange(num_values, dtype=np.int32)[None, None]
     return jnp.sum(is_value & where[:, None, None], axis=0, dtype=jnp.int32).astype(jnp.float32)
