@@ -84,9 +84,9 @@ def adaptive() -> EvictionPolicy:
     """Evicts the block with the fewest expected hits per block and time, learned while the cache runs.
 
     You choose nothing and train nothing. The policy counts which released blocks are used again, and at which age, for
-    blocks with similar histories. Until it has seen reuse it is LRU. It remembers contents after their eviction, sixteen
-    for each block of the cache, in 192 bytes. Costs O(blocks touched), more than `lru`: a score of nine queues for each
-    victim.
+    blocks with similar histories. Until it has seen reuse it is LRU. It remembers contents after their eviction, 16
+    to 32 for each block of the cache, of 12 bytes each. Costs O(blocks touched), more than `lru`: a score of nine
+    queues for each victim.
 
     If you know that a session ends, state it: with `retention=True` in the spec, blocks released with a priority below
     the default of 35 leave first. Higher priorities change nothing.
@@ -212,9 +212,7 @@ def _place(blocks: Blocks, ids: jax.Array, num_slots: int) -> tuple[jax.Array, j
     return slot, (mix(key[:, 1]) >> np.uint32(1)).astype(jnp.int32)
 
 
-def _reuse(
-    memory: Memory, blocks: Blocks, ids: jax.Array, kept: jax.Array, slot: jax.Array, tag: jax.Array
-) -> Reuse:
+def _reuse(memory: Memory, blocks: Blocks, ids: jax.Array, kept: jax.Array, slot: jax.Array, tag: jax.Array) -> Reuse:
     is_released = ids >= 0
     is_known = kept | (is_released & (pick(memory.tag, slot) == tag))
     noted = jax.tree.map(

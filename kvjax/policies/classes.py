@@ -282,14 +282,14 @@ def _hits(blocks: Blocks, ids: jax.Array) -> jax.Array:
     return pick(blocks.hits, ids)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def t_lru(tail_blocks: int) -> EvictionPolicy:
     """Evicts the ends of prompts first, then the least recently released block: fewer requests compute many tokens.
 
     The last `tail_blocks` blocks of a prompt leave before all other blocks. If the prompt comes back it computes these
     blocks and its new tokens, within a budget that you choose. So space goes to prompts that would miss the budget. The
-    hit rate may fall, but the 95th and 99th percentile of uncached tokens should too. `python -m kvjax.research compare`
-    prints them. Costs O(blocks touched).
+    hit rate may fall together with the 95th and 99th percentile of uncached tokens: `python -m kvjax.research compare`
+    prints all of them. Costs O(blocks touched).
 
     Args:
       tail_blocks: blocks at the end of a prompt, at least 1: the tokens that a request may compute within your latency

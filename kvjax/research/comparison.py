@@ -60,7 +60,9 @@ class Comparison:
             for policy, tokens in self.uncached.items():
                 gains = self._gains(policy, index) if policy in self.low else ""
                 percentiles = "".join(f"{value:>9,.0f}" for value in tokens[index])
-                lines.append(f"{size:>10,}  {policy:<14.14}{self.rates[policy][index]:>8.2%}{gains:34}{percentiles:>31}")
+                lines.append(
+                    f"{size:>10,}  {policy:<14.14}{self.rates[policy][index]:>8.2%}{gains:34}{percentiles:>31}"
+                )
             lines.append(f"{size:>10,}  {'bound':<14}{self.rates['bound'][index]:>8.2%}")
         return "\n".join(lines)
 
@@ -103,8 +105,8 @@ def compare(
 ) -> Comparison:
     """Counts the hits of policies, LRU and Belady's bound at shares of a trace's distinct blocks.
 
-    For a clean test pass a half of `split_sessions`: choose and change policies by the first half alone, and look at the
-    second half once.
+    For a clean test pass a half of `split_sessions`: choose and change policies by the first half alone, and look at
+    the second half once.
 
     Args:
       trace: the requests.

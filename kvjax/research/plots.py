@@ -26,8 +26,8 @@ from kvjax._pictures import (
     round_ticks,
     saved,
 )
-from kvjax.research.figures import hits_by_age, hits_by_depth, reuse_times
 from kvjax.research.comparison import Comparison
+from kvjax.research.figures import hits_by_age, hits_by_depth, reuse_times
 from kvjax.research.log_report import NO_HITS, LogReport, duration
 from kvjax.research.simulators.hits import Hits, Rule
 from kvjax.research.simulators.lru_curve import reuse_distances

@@ -172,7 +172,9 @@ class Adaptive(Scored):
             block = self.due
             self.due = NONE
             if block == NONE or self.holders[block] or self.holds[block] == NONE or self.children[block]:
-                level = min((level for level in queues if queues[level]), key=lambda n: (self.density_at(queues[n][0]), n))
+                level = min(
+                    (level for level in queues if queues[level]), key=lambda n: (self.density_at(queues[n][0]), n)
+                )
                 block = queues[level].popleft()
                 if self.children[block]:
                     self.parked.add(block)
