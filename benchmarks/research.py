@@ -7,12 +7,6 @@ blocks of each prompt. `lru_curve` starts from the trace, without any preparatio
 1,000 sizes, and counted 100 times. The heaps of `belady` have next uses with the number of their blocks, computed
 beforehand, which was the fastest of several forms. A heap of single blocks, as in the tests, takes some 40 times as
 long. Times are medians of 5 rounds, in which both sides take turns. Compiling does not count.
-
-Learned policies are compared with LRU by hits, with the rule "papers", on later requests of the whole trace than they
-learned from. The figures are means of three splits (the first third, half, two thirds) and three seeds. In each split
-the 95 % interval, from random windows of 300 requests, has to be above 0. Without the whole trace there are no figures.
-A second, random trace is measured on another with a different seed, and has never been used to choose anything. A
-missed bar ends the benchmark.
 """
 
 from __future__ import annotations
@@ -26,13 +20,11 @@ from benchmarks import common
 from benchmarks.common import Bar, Size, benchmark
 from benchmarks.trace import TRACE, WHOLE, read_blocks
 from kvjax.policies import lfu, lru
-from kvjax.research import Trace, belady, compare_learned, draw_trace, lru_curve, replay, simulate
+from kvjax.research import Trace, belady, lru_curve, replay, simulate
 from kvjax.state import EvictionPolicy
 from tests.oracle import research as oracle
 
 RULE = "full"
-LEARNED, DRAWN = (5859, 10_000, 30_000), (2000, 4000, 8000)  # blocks of the caches of learned policies
-GAINS = dict(zip(LEARNED, (0.09, 0.06, 0.02), strict=True))
 CACHES = "64 caches of up to 16,384 blocks"
 BARS = {
     "requests": Bar("requests of the trace of `lru_curve` and `belady`", ""),
@@ -42,12 +34,6 @@ BARS = {
     "replay_growth": Bar("time of a request, caches of up to 65,536 blocks, to 2,048", at_most=2),
     "simulate_lru_x": Bar(f"speed of `simulate`, `lru()`, {CACHES}, to an OrderedDict for each", at_least=1),
     "simulate_lfu_x": Bar(f"speed of `simulate`, `lfu()`, {CACHES}, to a heap for each", at_least=1),
-    **{
-        f"learned_gain_{z}": Bar(f"learned: hits more than LRU's, {z:,} blocks", "share", bar)
-        for z, bar in GAINS.items()
-    },
-    **{f"learned_low_{z}": Bar(f"learned: least end of a 95 % interval, {z:,} blocks", "share", 0) for z in GAINS},
-    **{f"drawn_gain_{z}": Bar(f"learned: more hits, random trace, {z:,} blocks", "share") for z in DRAWN},
 }
 NOTES = """
 `belady` is faster on one core (`taskset -c 0`), where several runs gave 14x to 21x, than on two, with 3.2x to 3.7x. XLA
@@ -141,34 +127,12 @@ def measure_growth(size: Size) -> dict[str, float]:
     return {"replay_growth": large / small, **micros}
 
 
-def measure_learned(trace: Trace, size: Size, has_bars: bool) -> Iterator[dict[str, float]]:
-    """Gains of learned policies over LRU, 0.1 for a tenth, and lower ends of their intervals: the minimum and all."""
-    learned = compare_learned(trace, size.learned, rule="papers", seeds=size.seeds)
-    gains = dict(zip((f"learned_gain_{z}" for z in size.learned), learned.gain.mean(axis=0).tolist(), strict=True))
-    lows = dict(zip((f"learned_low_{z}" for z in size.learned), learned.low.min(axis=0).tolist(), strict=True))
-    if has_bars:
-        require_learned(gains, lows)
-    names = (f"learned_low_{z}_split_{n + 1}" for n in range(len(learned.parts)) for z in size.learned)
-    yield gains | lows | dict(zip(names, learned.low.reshape(-1).tolist(), strict=True))
-    first, second = (draw_trace(seed, size.drawn_requests) for seed in range(2))
-    drawn = compare_learned(first, size.drawn, rule="papers", seeds=size.seeds, on=second)
-    yield {f"drawn_gain_{z}": gain for z, gain in zip(size.drawn, drawn.gain[0].tolist(), strict=True)}
-
-
-def require_learned(gains: dict[str, float], lows: dict[str, float]) -> None:
-    """Ends the benchmark unless gains reach the bars and every interval is above 0."""
-    common.require_bars(gains, BARS)
-    common.require(min(lows.values()) > 0, f"an interval begins at {min(lows.values()):.3g}, wanted above 0")
-
-
 SIZES = {
     # Requests of the trace, None for all; sizes of caches, and those that are timed in plain Python.
     "requests": (None, 300), "lru_sizes": (1000, 20), "lru_timed": (10, 4), "belady_sizes": (64, 4),
     # The other simulators' requests; blocks of a prompt for `replay`, whose rows are of one length; caches.
     "few_requests": (2000, 30), "longest": (64, 8), "caches": (64, 4), "num_blocks": (16_384, 64),
     "few": 4, "small": (2048, 64), "large": (65_536, 96),
-    # Caches of learned policies, and seeds of a split; the same for the traces that are drawn.
-    "learned": ([*LEARNED], [300, 600]), "seeds": (3, 1), "drawn_requests": (6000, 300), "drawn": ([*DRAWN], [700]),
 }  # fmt: skip
 
 
@@ -180,8 +144,3 @@ def measure(size):
     yield measure_belady(trace, size)
     yield from measure_caches(size)
     yield measure_growth(size)
-    if has_bars := WHOLE.exists() and not size.quick:
-        yield from measure_learned(trace, size, has_bars)
-    else:
-        print("learned policies: no bar, which needs the whole trace (KVJAX_TRACES names its folder)")
-        yield from measure_learned(read_blocks(TRACE, 300), measure.size(quick=True), has_bars)

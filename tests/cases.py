@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,8 @@ POLICIES = {
     "cost_aware": Policy(kvjax.policies.cost_aware, "cost_aware(balance=24576)"),
     "priority": Policy(kvjax.policies.priority, "priority()", spec=RETENTION),
     "trt_leaf": Policy(kvjax.policies.trt_leaf, "trt_leaf()", spec=RETENTION),
+    "adaptive": Policy(kvjax.policies.adaptive, "adaptive()"),
+    "t_lru": Policy(functools.partial(kvjax.policies.t_lru, 1), "t_lru(tail_blocks=1)", (3, 2, 1, 3, 2, 1)),
 }
 
 

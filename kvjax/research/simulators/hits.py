@@ -96,10 +96,16 @@ class Hits:
         return self.blocks.sum(axis=1) / max(len(self.trace.ids), 1)
 
     @property
+    def uncached_tokens(self) -> np.ndarray:
+        """i64[Z, R]; prompt tokens of each request that were not found, so a model computes them."""
+        tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
+        return self.trace.input_length - tokens
+
+    @property
     def token_rate(self) -> np.ndarray:
         """f64[Z]; the share of requested tokens that were found."""
-        tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
-        return tokens.sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
+        total = max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
+        return 1 - self.uncached_tokens.sum(axis=1) / total
 
     @property
     def mean_rate(self) -> np.ndarray:

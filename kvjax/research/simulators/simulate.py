@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import partial_eval
 
-from kvjax._arrays import Pytree, add, count, fence, pick, put, rank
+from kvjax._arrays import Pytree, add, count, fence, mix, pick, put, rank
 from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes
 from kvjax.research.simulators.replay import in_blocks, request_arrays
 from kvjax.research.traces.trace import Trace
@@ -28,7 +28,7 @@ from kvjax.verbs._request import checked_policy
 from kvjax.verbs.init import init
 
 _FIELDS_OF_A_TRACE = frozenset(
-    ("children", "clock", "depth", "fill", "generation", "hits", "parent", "refcount", "released", "stored")
+    ("children", "clock", "depth", "fill", "generation", "hits", "key", "parent", "refcount", "released", "stored")
 )
 
 
@@ -108,7 +108,14 @@ def _arguments(
 @functools.lru_cache(maxsize=64)
 def missing_fields(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
     """The arrays of `Blocks` read by a policy, for a number of blocks, but missing in a trace."""
-    spec = make_spec(num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True)
+    try:
+        return _missing_fields(policy, num_blocks, retention=False)
+    except ValueError:  # a policy that needs retention
+        return _missing_fields(policy, num_blocks, retention=True)
+
+
+def _missing_fields(policy: EvictionPolicy, num_blocks: int, retention: bool) -> tuple[str, ...]:
+    spec = make_spec(num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=retention)
     group = jax.eval_shape(lambda: init(spec, policy).groups[0])
 
     def use_policy(blocks, policy_state, ids, wanted, now):
@@ -230,7 +237,7 @@ def _serve(
     stored = new & (column < request.cached) & ~merged
     table = jnp.where(merged, hints, block)
     blocks = cache.blocks.replace(fill=put(cache.blocks.fill, block, stored.astype(jnp.int32), new))
-    blocks = _publish(blocks, table, stored, column)
+    blocks = _publish(blocks, table, request.ids, stored, column)
     cached = fits & (request.cached > column)
     blocks = blocks.replace(
         hits=add(blocks.hits, hints, 1, merged),
@@ -273,12 +280,17 @@ def _take(
     return cache.replace(blocks=blocks, used=used, spare=spare, policy=policy_state, sound=sound), taken, victims
 
 
-def _publish(blocks: Blocks, table: jax.Array, where: jax.Array, column: np.ndarray) -> Blocks:
-    """Makes blocks of a request, table i32[K], findable where bool[K], like `blocks.publish`."""
+def _publish(blocks: Blocks, table: jax.Array, ids: jax.Array, where: jax.Array, column: np.ndarray) -> Blocks:
+    """Makes blocks of a request, table i32[K], findable where bool[K], like `blocks.publish`.
+
+    Their keys are hashes of their ids i32[K].
+    """
     above = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), table[:-1]])
     generations = add(blocks.generation, table, 1, where)
     generation = jnp.where(above >= 0, pick(generations, above), 0)
+    word = ids.astype(jnp.uint32)
     return blocks.replace(
+        key=put(blocks.key, table, jnp.stack([mix(word), mix(~word)], axis=-1), where),
         generation=generations,
         parent=put(blocks.parent, table, jnp.stack([above, generation], axis=-1), where),
         children=add(blocks.children, above, 1, where & (above >= 0)),

@@ -63,17 +63,21 @@ class Trace:
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise ValueError(f"trace[part]: got {part!r}, wanted a slice without a step")
         first, last, _ = part.indices(len(self))
-        last = max(first, last)
-        ids, parent = _forest([self.blocks(request).tolist() for request in range(first, last)])
-        part_of = lambda values: None if values is None else values[first:last]  # noqa: E731
+        return self.select(np.arange(first, max(first, last)))
+
+    def select(self, requests: np.ndarray) -> Trace:
+        """The requests at these indices i[R], in ascending order, as a trace with newly numbered ids."""
+        prompts = [self.blocks(request) for request in requests.tolist()]
+        ids, parent = _forest([prompt.tolist() for prompt in prompts])
+        part_of = lambda values: None if values is None else values[requests]  # noqa: E731
         return dataclasses.replace(
             self,
-            time=self.time[first:last],
-            input_length=self.input_length[first:last],
-            output_length=self.output_length[first:last],
+            time=self.time[requests],
+            input_length=self.input_length[requests],
+            output_length=self.output_length[requests],
             ids=ids,
             parent=parent,
-            starts=self.starts[first : last + 1] - self.starts[first],
+            starts=np.cumsum([0, *map(len, prompts)], dtype=np.int32),
             kind=part_of(self.kind),
             session=part_of(self.session),
         )

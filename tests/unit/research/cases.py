@@ -31,15 +31,21 @@ def whole():
     return read_mooncake(whole_path())
 
 
-def comparison(parts, sizes, rule="papers", seeds=1, gain=0.25):
-    """A result of `compare_learned` with made-up figures."""
-    shape = (len(parts), len(sizes))
-    rates = {"learned": 0.1 * (1 + gain), "counted": 0.11, "lru": 0.1, "bound": 0.3}
+def comparison(name, gain, shares=(0.02, 0.3)):
+    """A result of `compare` with made-up figures."""
+    found = np.array([0.2, 0.4])
+    rates = {"lru": found, "mine": found + gain, "bound": found + 0.2}
+    tokens = np.array([[10.0, 200.0, 3000.0], [0.0, 100.0, 1500.0]])
     return Comparison(
-        rule, np.array(sizes), tuple(parts), tuple(first for first, _ in parts),
-        {name: np.full(shape, rate) for name, rate in rates.items()},
-        np.full((len(parts), seeds, len(sizes)), gain), np.full(shape, gain - 0.1), np.full(shape, gain + 0.1),
-    )  # fmt: skip
+        name,
+        "full",
+        np.array(shares),
+        np.array([100, 1500]),
+        rates,
+        {"mine": np.full(2, gain - 0.01)},
+        {"mine": np.full(2, gain + 0.01)},
+        {"lru": tokens, "mine": tokens / 2},
+    )
 
 
 def prompts_of(trace):
