@@ -134,7 +134,7 @@ def _learn_and_queue(chains: Chains, blocks: Blocks, ids: jax.Array, now: jax.Ar
 def _class_of(blocks: Blocks, ids: jax.Array, memory: Memory) -> jax.Array:
     """i32[K]; see `by_class`. `learn` has just noted these blocks."""
     level = pick(memory.blocks.record, ids) >> (_BITS * PROPERTIES) & (VALUES - 1)
-    return jnp.where(blocks.stated_priority(ids) < DEFAULT_PRIORITY, _ENDED, level)
+    return jnp.where(blocks.requested_priority(ids) < DEFAULT_PRIORITY, _ENDED, level)
 
 
 def _density_of(blocks: Blocks, heads: jax.Array, memory: Memory) -> jax.Array:
