@@ -133,7 +133,7 @@ class AnyCache(MadeByCreate):
         *,
         namespace: ArrayLike = 0,
         extra_ids: ArrayLike | None = None,
-        stated: ArrayLike = -1,
+        requested_priority: ArrayLike = -1,
         hits: ArrayLike = 0,
         now: ArrayLike = 0,
     ) -> tuple[Self, Events]:
@@ -146,14 +146,16 @@ class AnyCache(MadeByCreate):
           have: bool[G, F]; whether `kv` has each block.
           namespace: i32[]; see `Namespaces`.
           extra_ids: i32[T]; extra ids of the tokens, if the spec has them.
-          stated: i32[F, 2]; the priority and time to live of each block. -1 alone means the default for all blocks.
+          requested_priority: i32[F, 2]; the priority and time to live of each block. -1 alone means the default for all
+            blocks.
           hits: i32[F]; earlier uses of each block.
           now: i32[]; the time in ms.
 
         Returns:
           The cache, and events: removed, stored. Status BAD_REQUEST or NO_BLOCKS.
         """
-        options = {"namespace": namespace, "extra_ids": extra_ids, "stated": stated, "hits": hits, "now": now}
+        options = {"namespace": namespace, "extra_ids": extra_ids, "hits": hits, "now": now}
+        options["requested_priority"] = requested_priority
         return self._adopted(tokens, length, kv, have, options)
 
     @own_transfers()

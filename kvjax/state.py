@@ -135,7 +135,8 @@ class Blocks(Pytree):
       stored: i32[B]; reading of `clock` when the contents were published.
       released: i32[B]; reading of `clock` when the last holder released the block.
       clock: i32[]; counts publications and releases. Readings are compared by their distance to the present reading.
-      retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever). None if the spec has no retention.
+      retention: i32[B, 2]; requested priority, and time to live in ms (-1: for ever). None if the spec has no
+        retention.
       expiry: i32[B, 2]; the end of a released block's time to live, in ms of 64 bits (high, low). None if the spec has
         no retention.
       time: i32[2]; the latest `now` of a verb, in 64 bits. None if the spec has no retention.
@@ -163,8 +164,8 @@ class Blocks(Pytree):
     tokens = property(lambda self: self.text.tokens)
     extra_ids = property(lambda self: self.text.extra_ids)
 
-    def stated_priority(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; the stated priorities of blocks ids i32[...], or the default priority."""
+    def requested_priority(self, ids: jax.Array) -> jax.Array:
+        """i32[...]; the requested priorities of blocks ids i32[...], or the default priority."""
         default = jnp.full(ids.shape, DEFAULT_PRIORITY, jnp.int32)
         return default if self.retention is None else pick(self.retention, ids)[..., 0]
 
@@ -379,8 +380,8 @@ class Sequences(Pytree):
       length: i32[S]; reserved tokens of the row, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA); see `keys.Namespaces`.
-      retention: i32[S, M + 1, 2]; the stated retention of each of the row's blocks, then of generated blocks. None if
-        the spec has no retention.
+      retention: i32[S, M + 1, 2]; the requested retention of each of the row's blocks, then of generated blocks. None
+        if the spec has no retention.
       swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
     """
 

@@ -14,7 +14,7 @@ from .limited_process import LimitedProcess, Stopped
 from .loading import open_checkpoint
 
 SECONDS = 2  # CPU time for a template to compile, and for each text
-MOST_BYTES = 512 << 20  # memory of the template's process
+MAX_BYTES = 512 << 20  # memory of the template's process
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends a message to continue: transformers' tag, which some templates know
 _PROGRAM = pathlib.Path(__file__).with_name("template_process.py")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -51,7 +51,7 @@ class Template:
         if fault is None and importlib.util.find_spec("jinja2") is None:
             self.fault = 'a chat template needs jinja2: pip install "kvjax[models]"'
         elif fault is None:
-            self._process = LimitedProcess(_PROGRAM, seconds=SECONDS, most_bytes=MOST_BYTES, first={"template": text})
+            self._process = LimitedProcess(_PROGRAM, seconds=SECONDS, max_bytes=MAX_BYTES, first={"template": text})
             try:
                 self._text_of(self._process.start)
             except ValueError as error:

@@ -111,12 +111,12 @@ def prepare(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(f"--{option}: {path.parent}: no such folder")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot: needs matplotlib: pip install "kvjax[plot]"')
-    keep_programs(not args.no_compile_cache)
+    enable_compilation_cache(not args.no_compile_cache)
 
 
-def keep_programs(keep: bool) -> None:
+def enable_compilation_cache(is_enabled: bool) -> None:
     """Switches the compilation cache on or off. The process ends if its folder cannot be used."""
-    if not keep:
+    if not is_enabled:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     try:

@@ -20,7 +20,7 @@ import kvjax
 from . import chat, commands, demo, session, stores, wires
 from .answers import Detokenizer
 from .commands import INTERRUPTED, Refusing, number
-from .session import MOST, SIZES, Session
+from .session import MAX_OPTION, SIZES, Session
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -119,13 +119,13 @@ def _parser() -> commands.Parser:
     session.add_dtype(parser)
     parser.add_argument(
         "--max-new-tokens",
-        type=number(int, 1, MOST),
+        type=number(int, 1, MAX_OPTION),
         default=SIZES["max_new_tokens"],
         metavar="N",
         help="default: %(default)s",
     )
     parser.add_argument("--temperature", type=number(float, 0.0), default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=number(int, 1, MOST), metavar="K")
+    parser.add_argument("--top-k", type=number(int, 1, MAX_OPTION), metavar="K")
     parser.add_argument("--top-p", type=number(float, 0.0, 1.0), metavar="P")
     parser.add_argument("--min-p", type=number(float, 0.0, 1.0), metavar="P", help="of the likeliest token's")
     parser.add_argument(

@@ -18,7 +18,7 @@ import sys
 import types
 from typing import Any
 
-MOST_REASON = 1000  # characters of an error, which may quote the grammar
+MAX_REASON = 1000  # characters of an error, which may quote the grammar
 
 
 def answers(grammar: Any, seconds: float) -> None:
@@ -48,7 +48,7 @@ def answers(grammar: Any, seconds: float) -> None:
                 )
                 answer = {name: base64.b64encode(array.tobytes()).decode() for name, array in arrays._asdict().items()}
         except grammar.GrammarError as error:
-            answer = {"error": str(error)[:MOST_REASON]}
+            answer = {"error": str(error)[:MAX_REASON]}
         except MemoryError:
             answer = {"error": f"{request['kind']}: it needs more memory than it may have"}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -57,9 +57,9 @@ def answers(grammar: Any, seconds: float) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
-    most_bytes = int(sys.argv[2])
+    max_bytes = int(sys.argv[2])
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     package = types.ModuleType("kvjax")  # without the imports in its __init__: jax takes seconds and memory
     package.__path__ = [str(pathlib.Path(sys.argv[3]))]
     sys.modules["kvjax"] = package

@@ -27,18 +27,18 @@ class LimitedProcess:
       process: The latest process. None means it has not started.
     """
 
-    def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, most_bytes: int, first: dict[str, Any]):
+    def __init__(self, program: pathlib.Path, *arguments: str, seconds: float, max_bytes: int, first: dict[str, Any]):
         """Prepares the process without starting it.
 
         Args:
-          program: A Python file without imports from this package. Its arguments are `seconds`, `most_bytes` and
+          program: A Python file without imports from this package. Its arguments are `seconds`, `max_bytes` and
             `arguments`, and it has to keep the limits.
           arguments: More arguments of the program.
           seconds: The most CPU time for a request.
-          most_bytes: The most memory.
+          max_bytes: Limit of the process's memory.
           first: The first line for the program, whenever it starts.
         """
-        self._command = [sys.executable, "-P", str(program), str(seconds), str(most_bytes), *arguments]
+        self._command = [sys.executable, "-P", str(program), str(seconds), str(max_bytes), *arguments]
         self._seconds = seconds
         self._first = json.dumps(first).encode() + b"\n"
         self._lock = threading.Lock()

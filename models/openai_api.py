@@ -17,18 +17,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import kvjax
-from kvjax.serving.penalties import LEAST_REPETITION, MOST_REPETITION
+from kvjax.serving.penalties import MAX_REPETITION, MIN_REPETITION
 
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 RESPONSES = "/v1/responses"  # `openai_responses` has its fields
-MOST_INT = 2**30
-MOST_STOP = 4  # stop strings
-MOST_STOP_CHARACTERS = 1024
-MOST_SALT = 256  # characters
-MOST_BIASES = 300
+MAX_INT = 2**30
+MAX_STOP = 4  # stop strings
+MAX_STOP_CHARACTERS = 1024
+MAX_SALT = 256  # characters
+MAX_BIASES = 300
 RETRY_SECONDS = 1  # wait of a client after a refusal
 OWN_SALTS = "kvjax-"  # clients may not choose salts with this beginning
 # Fields of generation_config.json which are defaults of requests.
@@ -349,7 +349,7 @@ class Fields:
             raise refuse(name, value, wanted)
         return default if value is None else value
 
-    def integer(self, name: str, default: Any, low: int = -MOST_INT, high: int = MOST_INT) -> Any:
+    def integer(self, name: str, default: Any, low: int = -MAX_INT, high: int = MAX_INT) -> Any:
         """An integer."""
         wanted = f"an integer from {low} to {high}"
         return self.checked(name, default, wanted, lambda value: _is_number(value, int) and low <= value <= high)
@@ -407,7 +407,7 @@ def read_params(
         penalties=_penalties(fields, defaults),
         seed=secrets.randbits(31) if seed is None else seed % 2**32,
         n=_samples(fields, limits),
-        stop=fields.strings("stop", MOST_STOP, MOST_STOP_CHARACTERS),
+        stop=fields.strings("stop", MAX_STOP, MAX_STOP_CHARACTERS),
         stop_tokens=fields.checked("stop_token_ids", [], "a list of token ids", _are_tokens),
         ignores_eos=fields.flag("ignore_eos"),
         logprobs=_logprobs(fields, limits, is_chat=is_chat),
@@ -450,11 +450,11 @@ def _sampling(fields: Fields, defaults: Mapping[str, Any]) -> kvjax.Sampling:
 
 def _repetition(fields: Fields, defaults: Mapping[str, Any]) -> float:
     name = "repetition_penalty"
-    return fields.number(name, defaults.get(name, 1.0), LEAST_REPETITION, MOST_REPETITION)
+    return fields.number(name, defaults.get(name, 1.0), MIN_REPETITION, MAX_REPETITION)
 
 
 def _penalties(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any] | None:
-    wanted = f"an object of at most {MOST_BIASES} token ids, each with a number from -100 to 100"
+    wanted = f"an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100"
     bias = fields.checked("logit_bias", {}, wanted, _are_biases)
     penalties = {
         "frequency": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
@@ -466,7 +466,7 @@ def _penalties(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 def _are_biases(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) <= MOST_BIASES and all(map(_is_bias, value, value.values()))
+    return isinstance(value, dict) and len(value) <= MAX_BIASES and all(map(_is_bias, value, value.values()))
 
 
 def _is_bias(token: str, value: Any) -> bool:
@@ -499,7 +499,7 @@ def _samples(fields: Fields, limits: Limits) -> int:
 
 
 def _salt(fields: Fields) -> str | None:
-    salts = fields.strings("cache_salt", 1, MOST_SALT)
+    salts = fields.strings("cache_salt", 1, MAX_SALT)
     if salts and salts[0].startswith(OWN_SALTS):
         raise refuse("cache_salt", salts[0], f"a salt that does not begin with {OWN_SALTS!r}")
     return salts[0] if salts else None
@@ -586,7 +586,7 @@ def _is_number(value: Any, kind: Any = int | float) -> bool:
 
 
 def _are_tokens(value: Any) -> bool:
-    return is_list(value, int) and all(0 <= token <= MOST_INT for token in value)
+    return is_list(value, int) and all(0 <= token <= MAX_INT for token in value)
 
 
 def is_list(value: Any, kind: type) -> bool:

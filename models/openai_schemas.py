@@ -8,7 +8,7 @@ from typing import Any
 
 from .openai_api import ApiError, Fields, GenerationParams, Grammar, check_text, is_list, refuse
 
-MOST_CHARACTERS = 1 << 17  # of a grammar, as JSON
+MAX_CHARACTERS = 1 << 17  # of a grammar, as JSON
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_json_object", "guided_regex", "guided_choice")
 # Fields of `structured_outputs`: the grammars, and the other fields with their harmless values.
 _KINDS = ("json", "regex", "choice", "json_object")
@@ -140,8 +140,8 @@ def _grammar(kind: Any, value: Any, name: str, place: str | None = None) -> Gram
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:
         raise ApiError(400, f"{place}: has too many levels within each other", _field(name)) from None
-    if len(text) > MOST_CHARACTERS:
-        message = f"{place}: got {len(text):,} characters, wanted at most {MOST_CHARACTERS:,}"
+    if len(text) > MAX_CHARACTERS:
+        message = f"{place}: got {len(text):,} characters, wanted at most {MAX_CHARACTERS:,}"
         raise ApiError(400, message, _field(name))
     check_text(_field(name), text)
     return Grammar(kind, text, place)

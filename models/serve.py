@@ -28,9 +28,9 @@ from . import chat, commands, memory, session, stores, tenants, wires
 from .checkpoint import GENERATION
 from .commands import number
 from .loading import open_checkpoint
-from .openai_api import MOST_BIASES, ApiError, Limits, read_defaults
+from .openai_api import MAX_BIASES, ApiError, Limits, read_defaults
 from .serve_schemas import Schemas, open_schemas
-from .session import MOST, SIZES
+from .session import MAX_OPTION, SIZES
 from .tool_calls import FORMATS, Parser, detect
 
 DEFAULT_LENGTH = 4096  # tokens of a row without --max-length
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands.check_extra(parser, "serve")
     wires.check(parser, args)
     stores.check(parser, args)
-    commands.keep_programs(not args.no_compile_cache)
+    commands.enable_compilation_cache(not args.no_compile_cache)
     if args.until_eof:
         threading.Thread(target=_end_with_input, daemon=True).start()
     with (
@@ -93,7 +93,11 @@ def make_parser() -> commands.Parser:
     )
     for option, least, default, text in limits:
         parser.add_argument(
-            option, type=number(int, least, MOST), default=default, metavar="N", help=f"{text} (default: %(default)s)"
+            option,
+            type=number(int, least, MAX_OPTION),
+            default=default,
+            metavar="N",
+            help=f"{text} (default: %(default)s)",
         )
     parser.add_argument(
         "--max-body", metavar="SIZE", type=commands.size, default=4 << 20, help="size of a request, such as 1MB (4MiB)"
@@ -268,7 +272,7 @@ def _engine(
 ) -> Engine[Any]:
     """Makes the engine, and compiles all its programs."""
     _note("compiling")
-    penalties = Penalties.of(args.max_length, repetition=1.0, max_biases=MOST_BIASES)
+    penalties = Penalties.of(args.max_length, repetition=1.0, max_biases=MAX_BIASES)
     has_schemas = not isinstance(schemas, str)
     try:
         options = RunOptions(

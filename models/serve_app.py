@@ -88,25 +88,25 @@ class Api:
         served = self._served
         read = functools.partial(self._read, endpoint=endpoint)
         async with self._body(request) as body:
-            wish, prompts = await self._read_aside(read, body, is_short=endpoint == openai_api.COMPLETIONS)
-        wish.salt = served.keys.salt(_key_of(request), wish.salt)
+            params, prompts = await self._read_aside(read, body, is_short=endpoint == openai_api.COMPLETIONS)
+        params.salt = served.keys.salt(_key_of(request), params.salt)
         slot = None
-        if wish.grammar is not None:
-            slot = await while_connected(request.receive, self._take(wish.grammar))
+        if params.grammar is not None:
+            slot = await while_connected(request.receive, self._take(params.grammar))
             if slot is None:
                 return Response(status_code=GONE)
         try:
-            active = self._submit(prompts, wish, slot, _PROMPTS[endpoint])
+            active = self._submit(prompts, params, slot, _PROMPTS[endpoint])
         except BaseException:
             self._release(slot)
             raise
         make_form = _FORMS[endpoint]
         form = make_form(
             served.name,
-            wish,
+            params,
             served.decode_all,
             shows_cached=served.shows_cached,
-            make_parser=served.parser_for(wish.tools),
+            make_parser=served.parser_for(params.tools),
         )
 
         def close() -> None:
@@ -114,7 +114,7 @@ class Api:
             self._active.discard(active)
             self._release(slot)
 
-        if wish.is_streaming:
+        if params.is_streaming:
             stream = events(active, form, request.state.request_id)
             return Events(stream, close, has_types=endpoint == openai_api.RESPONSES)
         try:
@@ -162,34 +162,34 @@ class Api:
             self._body_bytes -= len(body)
 
     def _read(self, body: bytearray, *, endpoint: str) -> tuple[GenerationParams, list[list[int]]]:
-        """Returns the wish of a body, and the token ids of its prompts."""
+        """Returns the parameters of a body, and the token ids of its prompts."""
         fields = self._fields(body)
         if endpoint != openai_api.RESPONSES:
             return self._read_fields(fields, is_chat=endpoint == openai_api.CHATS)
         has_schemas = not isinstance(self._served.schemas, str)
         chat, repeated = openai_responses.read_request(fields, has_schemas=has_schemas)
         with openai_responses.own_names():
-            wish, prompts = self._read_fields(chat, is_chat=True, format_name="text.format")
-        if wish.logprobs is not None and self._served.parser_for(wish.tools) is not None:
+            params, prompts = self._read_fields(chat, is_chat=True, format_name="text.format")
+        if params.logprobs is not None and self._served.parser_for(params.tools) is not None:
             raise openai_api.refuse("include", fields.get("include"), "no logprobs with calls or reasoning")
-        wish.response_fields = repeated
-        return wish, prompts
+        params.response_fields = repeated
+        return params, prompts
 
     def _read_fields(
         self, fields: Fields, *, is_chat: bool, format_name: str = "response_format"
     ) -> tuple[GenerationParams, list[list[int]]]:
         served = self._served
-        wish = openai_api.read_params(fields, served.limits, is_chat=is_chat, defaults=served.defaults)
-        wish.grammar = openai_schemas.read_grammar(fields, format_name)
+        params = openai_api.read_params(fields, served.limits, is_chat=is_chat, defaults=served.defaults)
+        params.grammar = openai_schemas.read_grammar(fields, format_name)
         if is_chat:
-            wish.tools = openai_messages.read_tools(fields)
-            prompt = self._chat(fields, wish.tools)
-            wish.grammar = answer_grammar(wish.grammar, wish.tools, served.tool_format)
-            openai_schemas.check_params(wish)
-            return wish, [prompt]
-        openai_schemas.check_params(wish)
+            params.tools = openai_messages.read_tools(fields)
+            prompt = self._chat(fields, params.tools)
+            params.grammar = answer_grammar(params.grammar, params.tools, served.tool_format)
+            openai_schemas.check_params(params)
+            return params, [prompt]
+        openai_schemas.check_params(params)
         encode = functools.partial(served.encode, add_special_tokens=fields.flag("add_special_tokens", True))
-        return wish, openai_api.read_prompts(fields, encode if served.tokenizer else None, served.limits)
+        return params, openai_api.read_prompts(fields, encode if served.tokenizer else None, served.limits)
 
     def _fields(self, body: bytearray) -> Fields:
         """Returns the fields of a body, whose model must be the server's."""
@@ -261,34 +261,36 @@ class Api:
         """Answers GET /version."""
         return JSONResponse({"version": kvjax.__version__})
 
-    def _submit(self, prompts: list[list[int]], wish: GenerationParams, slot: Slot | None, param: str) -> ActiveRequest:
+    def _submit(
+        self, prompts: list[list[int]], params: GenerationParams, slot: Slot | None, param: str
+    ) -> ActiveRequest:
         """Submits all prompts of a request, or none if it is refused. `param` is the prompt's field."""
         served = self._served
-        stop_tokens = [*wish.stop_tokens, *([] if wish.ignores_eos else served.stop_tokens)]
-        lengths = [openai_api.check_length(prompt, wish, served.limits, param) for prompt in prompts]
-        size = len(prompts) * wish.n
+        stop_tokens = [*params.stop_tokens, *([] if params.ignores_eos else served.stop_tokens)]
+        lengths = [openai_api.check_length(prompt, params, served.limits, param) for prompt in prompts]
+        size = len(prompts) * params.n
         if size > served.max_open:
-            name = param if wish.n == 1 else "n"
+            name = param if params.n == 1 else "n"
             raise ApiError(400, f"{name}: got {size:,} answers, wanted at most {served.max_open:,} of a request", name)
         num_open = sum(active.num_open for active in self._active)
         if num_open + size > served.max_open:
             raise busy(f"{num_open:,} answers are open, of at most {served.max_open:,}")
-        self._check_biases(wish)
+        self._check_biases(params)
         handles = list[list[Handle]]()  # of each prompt: a handle for each sample
         try:
             for prompt, max_new_tokens in zip(prompts, lengths, strict=True):
                 request = serving.Request(
                     prompt,
                     max_new_tokens=max_new_tokens,
-                    sampling=wish.sampling,
-                    seed=wish.seed,
+                    sampling=params.sampling,
+                    seed=params.seed,
                     stop_tokens=stop_tokens,
-                    priority=wish.priority,
-                    samples=wish.n,
-                    logits_state=self._logits_state(wish, prompt, slot),
-                    prompt_logprobs_from=wish.prompt_logprobs_from(len(prompt)),
+                    priority=params.priority,
+                    samples=params.n,
+                    logits_state=self._logits_state(params, prompt, slot),
+                    prompt_logprobs_from=params.prompt_logprobs_from(len(prompt)),
                 )
-                handle = self._engine.submit(request, salt=wish.salt, timeout=served.timeout)
+                handle = self._engine.submit(request, salt=params.salt, timeout=served.timeout)
                 handles.append(handle.samples)
         except Exception as error:
             for handle in itertools.chain(*handles):
@@ -298,25 +300,25 @@ class Api:
             if isinstance(error, ValueError):
                 raise _refusal(error, param) from None
             raise
-        active = ActiveRequest(served, self._pages, wish, prompts, handles, stop_tokens)
+        active = ActiveRequest(served, self._pages, params, prompts, handles, stop_tokens)
         self._active.add(active)
         return active
 
-    def _check_biases(self, wish: GenerationParams) -> None:
+    def _check_biases(self, params: GenerationParams) -> None:
         """Refuses biases of tokens outside the model's vocabulary."""
         last_token = self._engine.vocabulary - 1
-        largest = max((wish.penalties or {}).get("bias", {}), default=0)
+        largest = max((params.penalties or {}).get("bias", {}), default=0)
         if largest > last_token:
             raise openai_api.refuse("logit_bias", largest, f"tokens of 0..{last_token}")
 
-    def _logits_state(self, wish: GenerationParams, prompt: list[int], slot: Slot | None) -> Any:
+    def _logits_state(self, params: GenerationParams, prompt: list[int], slot: Slot | None) -> Any:
         """Returns the state of the engine's `logits_fn`. None means neither penalties nor a grammar."""
-        if wish.penalties is None and slot is None:
+        if params.penalties is None and slot is None:
             return None
         options: dict[str, Any] = {"repetition": 1.0}
-        if wish.penalties is not None:
-            options = {**wish.penalties, "prompt": prompt}
-        penalties = Penalties.of(self._engine.spec.max_length, **options, max_biases=openai_api.MOST_BIASES)
+        if params.penalties is not None:
+            options = {**params.penalties, "prompt": prompt}
+        penalties = Penalties.of(self._engine.spec.max_length, **options, max_biases=openai_api.MAX_BIASES)
         schemas = self._served.schemas
         return penalties if isinstance(schemas, str) else (penalties, schemas.state(slot))
 

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
 HEADER_BYTES = 64 << 10  # limit before the body, and between two parts of the body
-LEAST_READ = 64 << 10  # bytes for a client to read in `read_seconds`, unless it has read all
+MIN_READ = 64 << 10  # bytes for a client to read in `read_seconds`, unless it has read all
 REQUEST_ID = "x-request-id"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 WRITE_SECONDS = 5  # time for clients to read their last bytes when the server ends
@@ -42,7 +42,7 @@ class Patience:
     connections: int = 512  # open at a time; a further connection closes the longest idle one
     header_seconds: float = 10  # until the headers end, from the request's first byte or from the connection
     body_seconds: float = 30  # until the body ends, from the end of the headers
-    read_seconds: float = 30  # for a client to read `LEAST_READ` bytes, or all bytes
+    read_seconds: float = 30  # for a client to read `MIN_READ` bytes, or all bytes
     grace: float = 5  # seconds for open answers when the server ends
 
 
@@ -129,7 +129,7 @@ class Connection(HttpToolsProtocol):
 
     def _check_read(self) -> None:
         unread_bytes = self.transport.get_write_buffer_size()
-        if unread_bytes > self._unread_bytes - LEAST_READ:
+        if unread_bytes > self._unread_bytes - MIN_READ:
             self._reset()
         else:
             self._unread_bytes = unread_bytes

@@ -111,7 +111,7 @@ class ActiveRequest:
         self,
         served: Served,
         pages: Pages,
-        wish: GenerationParams,
+        params: GenerationParams,
         prompts: list[list[int]],
         handles: list[list[Handle]],
         stop_tokens: list[int],
@@ -119,7 +119,7 @@ class ActiveRequest:
         """Begins to read the answers. `handles` has a list for each prompt, with a handle for each sample."""
         self._served = served
         self._pages = pages
-        self._wish = wish
+        self._params = params
         self._handles = [handle for samples in handles for handle in samples]
         self._first_samples = [samples[0] for samples in handles]
         self._prompts = [prompt for prompt, samples in zip(prompts, handles, strict=True) for _ in samples]
@@ -134,18 +134,18 @@ class ActiveRequest:
     def _stream(self, prompt: list[int], handle: Handle, stop_tokens: frozenset[int]) -> AsyncGenerator[Piece]:
         """Returns the pieces of a choice, as the engine makes them."""
         served = self._served
-        wish = self._wish
-        has_logprobs = wish.logprobs is not None
-        decode = served.decode if served.parser_for(wish.tools) is None else served.decode_marks
-        min_tokens = wish.sampling.min_tokens
-        answer = Answer(decode, prompt, wish.stop, has_starts=has_logprobs, min_tokens=min_tokens)
+        params = self._params
+        has_logprobs = params.logprobs is not None
+        decode = served.decode if served.parser_for(params.tools) is None else served.decode_marks
+        min_tokens = params.sampling.min_tokens
+        answer = Answer(decode, prompt, params.stop, has_starts=has_logprobs, min_tokens=min_tokens)
         return pieces(
             handle,
             answer,
             stop_tokens=stop_tokens,
-            is_streaming=wish.is_streaming,
+            is_streaming=params.is_streaming,
             has_top=served.limits.top_logprobs > 0,
-            shows_stop=wish.echoes and has_logprobs,  # each token has an entry
+            shows_stop=params.echoes and has_logprobs,  # each token has an entry
         )
 
     @property
@@ -169,7 +169,7 @@ class ActiveRequest:
         async with contextlib.aclosing(merge(self._streams)) as merged:
             async for index, piece in merged:
                 await self._note_piece(index, piece)
-                if self._wish.echoes:
+                if self._params.echoes:
                     prompt = self._echoed[index]
                     if prompt is None:  # the engine has scored it before the answer begins
                         prompt = await self._echo(index)
@@ -195,11 +195,11 @@ class ActiveRequest:
     @property
     def tells_prompts(self) -> bool:
         """Whether the response has tokens of prompts, whose texts take time to decode."""
-        return self._wish.echoes or self._wish.prompt_logprobs is not None
+        return self._params.echoes or self._params.prompt_logprobs is not None
 
     def prompt_logprobs(self) -> list[Any] | None:
         """Returns vLLM's `prompt_logprobs` for each finished choice. None means the request wants none."""
-        num_top = self._wish.prompt_logprobs
+        num_top = self._params.prompt_logprobs
         if num_top is None:
             return None
         by_first_sample = {

@@ -18,19 +18,19 @@ import numpy as np
 from kvjax import grammar
 from kvjax.grammar import TokenTable, Vocabulary
 from kvjax.serving import Constraints, Engine, chain, penalize
-from kvjax.serving.constraints import MOST_STOP_TOKENS, NONE
+from kvjax.serving.constraints import MAX_STOP_TOKENS, NONE
 
 from .limited_process import LimitedProcess, Stopped
 from .openai_api import ApiError, Grammar, busy
 
-MOST_STATES = 4096
-MOST_CLASSES = 1024
+MAX_STATES = 4096
+MAX_CLASSES = 1024
 SECONDS = 10.0  # CPU time to compile a grammar
-MOST_BYTES = 2 << 30  # memory of the compiler
-MOST_COMPILING = 32  # grammars in the compiler's queue
-MOST_KEPT = 64  # tables and errors
-MOST_KEPT_BYTES = 256 << 20  # in all tables
-_LIMITS = {"max_states": MOST_STATES, "max_classes": MOST_CLASSES}
+MAX_BYTES = 2 << 30  # memory of the compiler
+MAX_COMPILING = 32  # grammars in the compiler's queue
+MAX_KEPT = 64  # tables and errors
+MAX_KEPT_BYTES = 256 << 20  # in all tables
+_LIMITS = {"max_states": MAX_STATES, "max_classes": MAX_CLASSES}
 _PROGRAM = pathlib.Path(__file__).with_name("grammar_process.py")
 
 
@@ -43,7 +43,7 @@ class Compiler:
             "limits": _LIMITS,
         }
         folder = str(pathlib.Path(grammar.__file__).parents[1])
-        self._process = LimitedProcess(_PROGRAM, folder, seconds=SECONDS, most_bytes=MOST_BYTES, first=first)
+        self._process = LimitedProcess(_PROGRAM, folder, seconds=SECONDS, max_bytes=MAX_BYTES, first=first)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-grammar")
         self._thread.submit(self._process.start)  # while the engine compiles
         self._kept = OrderedDict[tuple[str, str], TokenTable | str]()  # a text is an error
@@ -58,8 +58,8 @@ class Compiler:
         key = wanted.kind, wanted.text
         if key not in self._kept:
             if key not in self._compiling:
-                if len(self._compiling) >= MOST_COMPILING:
-                    raise busy(f"{wanted.param}: {MOST_COMPILING} schemas are being compiled, and more may not wait")
+                if len(self._compiling) >= MAX_COMPILING:
+                    raise busy(f"{wanted.param}: {MAX_COMPILING} schemas are being compiled, and more may not wait")
                 self._compiling[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, *key)
                 self._compiling[key].add_done_callback(lambda done: self._keep(key, done))
             # If this request is cancelled, others may still want the table.
@@ -90,7 +90,7 @@ class Compiler:
         if done.cancelled() or done.exception() is not None:
             return
         self._kept[key] = done.result()
-        while len(self._kept) > MOST_KEPT or sum(map(_num_bytes, self._kept.values())) > MOST_KEPT_BYTES:
+        while len(self._kept) > MAX_KEPT or sum(map(_num_bytes, self._kept.values())) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
 
     def close(self) -> None:
@@ -238,8 +238,8 @@ def open_schemas(
         return "--schemas is 0"
     if tokenizer is None:
         return "the model has no tokenizer"
-    if not 0 < len(stop_tokens) <= MOST_STOP_TOKENS:
-        return f"the model has {len(stop_tokens)} stop tokens, and grammars need 1 to {MOST_STOP_TOKENS}"
+    if not 0 < len(stop_tokens) <= MAX_STOP_TOKENS:
+        return f"the model has {len(stop_tokens)} stop tokens, and grammars need 1 to {MAX_STOP_TOKENS}"
     try:
         tokens = [*Vocabulary.of(tokenizer, vocab_size).tokens]
     except ValueError as error:

@@ -32,7 +32,7 @@ SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_
 LENGTH = 256  # tokens of a row, at least
 CHUNKS = "512, 256 or 128"  # the values of `default_chunk`
 _CHUNK_WORK = 2**35  # limit on the weights times the tokens of a chunk
-MOST = 2**30  # limit on the value of an option: a sum of two values is an int32
+MAX_OPTION = 2**30  # limit on the value of an option: a sum of two values is an int32
 
 
 def add_dtype(parser: commands.Parser) -> None:
@@ -63,7 +63,7 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
     for option, metavar, least, text in sizes:
         default = None if option == "--rows" else SIZES.get(option.removeprefix("--").replace("-", "_"))
         group: Any = block_options if option == "--blocks" else parser
-        group.add_argument(option, type=number(int, least, MOST), default=default, metavar=metavar, help=text)
+        group.add_argument(option, type=number(int, least, MAX_OPTION), default=default, metavar=metavar, help=text)
     parser.set_defaults(budget=None)
     if has_budget:
         text = "memory of each device for weights, K/V and steps, such as 20GiB; sets the number of blocks"
@@ -72,7 +72,7 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
 
 def add_mesh(parser: commands.Parser) -> None:
     """Adds the options for `make_mesh`."""
-    count = number(int, 1, MOST)
+    count = number(int, 1, MAX_OPTION)
     mesh_help = "devices among which weights and K/V are divided by heads (default: 1)"
     context_help = "devices for each of the N, among which the tokens of a block are divided (default: %(default)s)"
     parser.add_argument("--mesh", metavar="N", type=count, help=mesh_help)
@@ -236,16 +236,16 @@ class Session:
 def most_positions(args: argparse.Namespace, model: Decoder) -> int:
     """Returns the model's limit on a sequence: the whole blocks within its rope's range, otherwise its positions."""
     limit = rope_limit(model.config)
-    return model.config.max_positions or MOST if limit is None else limit // args.block_size * args.block_size
+    return model.config.max_positions or MAX_OPTION if limit is None else limit // args.block_size * args.block_size
 
 
 def most_tokens(args: argparse.Namespace, model: Decoder) -> int:
-    """Returns the tokens for which the blocks have space, or `MOST` if each layer has a window."""
+    """Returns the tokens for which the blocks have space, or `MAX_OPTION` if each layer has a window."""
     keeps_all = any(layer.window is None for layer in model.layer_specs())
-    return args.blocks * args.block_size if keeps_all else MOST
+    return args.blocks * args.block_size if keeps_all else MAX_OPTION
 
 
-def set_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, default: int = MOST) -> None:
+def set_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, default: int = MAX_OPTION) -> None:
     """Refuses a --max-length above the limits of model and blocks. Without the option sets it, up to `default`."""
     positions = most_positions(args, model)
     tokens = most_tokens(args, model)
@@ -265,7 +265,7 @@ def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decod
     capacity = most_tokens(args, model)
     longest = max(map(len, prompts))
     length = longest + args.max_new_tokens
-    limit = MOST
+    limit = MAX_OPTION
     if rope_limit(model.config) is not None:
         limit = most_positions(args, model)
         if (got := max(length, args.max_length or 0)) > limit:

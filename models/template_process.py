@@ -92,7 +92,7 @@ def answers(seconds: float) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started the process
-    most_bytes = int(sys.argv[2])
+    max_bytes = int(sys.argv[2])
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     answers(float(sys.argv[1]))

@@ -22,8 +22,8 @@ from kvjax.interop.trace import Trace
 from . import commands
 from .commands import number
 
-MOST_PORT = 65_535
-PORT = number(int, 0, MOST_PORT)  # of an option
+MAX_PORT = 65_535
+PORT = number(int, 0, MAX_PORT)  # of an option
 CURVE_KEY = "KVJAX_CURVE_KEY"  # an environment variable, since other users can read a command line
 # The options for checkpoints alone, with their extras. The demo has `--events` too.
 _OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
@@ -66,8 +66,8 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
                 commands.check_extra(parser, extra, f"--{option}")
     for option in ("publish", "replay"):
         port = re.search(r":(\d+)$", getattr(args, option) or "")
-        if port is not None and int(port[1]) > MOST_PORT:  # ZeroMQ would take it modulo 2**16
-            parser.error(f"--{option}: got port {port[1]}, wanted at most {MOST_PORT}")
+        if port is not None and int(port[1]) > MAX_PORT:  # ZeroMQ would take it modulo 2**16
+            parser.error(f"--{option}: got port {port[1]}, wanted at most {MAX_PORT}")
     for option in ("replay", "curve"):
         if getattr(args, option) and not args.publish:
             parser.error(f"--{option}: got one without --publish")

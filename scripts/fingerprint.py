@@ -105,10 +105,10 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
     rows, texts, flags = i32(ROWS), i32(ROWS, WIDTH), jax.ShapeDtypeStruct((ROWS,), jnp.bool_)
     one = {"extra_ids": i32(WIDTH)} if spec.extra_ids else {}
     several = {"extra_ids": texts} if spec.extra_ids else {}
-    stated = {"retention": jax.eval_shape(lambda: kvjax.Retention.of([(0, 4, 80, 9)]))} if spec.retention else {}
+    retention = {"retention": jax.eval_shape(lambda: kvjax.Retention.of([(0, 4, 80, 9)]))} if spec.retention else {}
     requests = {
         "init": ((), {}),
-        "admit": ((i32(), i32(WIDTH), i32()), one | stated),
+        "admit": ((i32(), i32(WIDTH), i32()), one | retention),
         "admit several": ((rows, texts, rows), several),
         "adopt": ((i32(WIDTH), i32(), jax.ShapeDtypeStruct((WIDTH // 4,), jnp.bool_)), one),
         "lookup": ((i32(WIDTH), i32()), one),

@@ -50,7 +50,7 @@ def publish(
         source=parent[:, 0],
         source_generation=parent[:, 1],
         num_tokens=fill,
-        priority=blocks.stated_priority(ids),
+        priority=blocks.requested_priority(ids),
     )
     return group.replace(blocks=blocks, links=index.insert(group.links, blocks, ids, where)), stored
 

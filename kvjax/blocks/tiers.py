@@ -104,7 +104,7 @@ def updates(blocks: Blocks, group_index: int, ids: jax.Array, where: jax.Array, 
         group=group_index,
         block=ids,
         generation=pick(blocks.generation, ids),
-        priority=blocks.stated_priority(ids),
+        priority=blocks.requested_priority(ids),
         level=level,
     )
 
@@ -152,7 +152,7 @@ def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("dev
         return [None] * len(state.groups)
     blocks = state.groups[0].blocks
     ids = state.groups[0].ids
-    of_group0 = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
+    of_group0 = priority_at(blocks, now) if state.spec.retention else blocks.requested_priority(ids)
     return [pick(of_group0, group.group0_blocks(group.ids)) if group.tiered else None for group in state.groups]
 
 

@@ -249,13 +249,13 @@ class NodeMap:
         """Updates nodes. A node may be updated several times, to and fro: the last update counts."""
         table = self.groups[group_index].table
         blocks = self._blocks(group_index, records)
-        stated = slice(col.LEVEL, col.NAMESPACE)  # level and priority
+        level_and_priority = slice(col.LEVEL, col.NAMESPACE)
         _refuse(records, (records[:, 7] < 0) | (records[:, 7] > 1), "wanted level 0 or 1")
         distinct = np.array(list(dict.fromkeys(blocks.tolist())), np.int64)
-        before = table[distinct, stated]
-        table[blocks, stated] = records[:, 7:]
+        before = table[distinct, level_and_priority]
+        table[blocks, level_and_priority] = records[:, 7:]
         rows = table[distinct]
-        differ = np.any(rows[:, stated] != before, axis=1)
+        differ = np.any(rows[:, level_and_priority] != before, axis=1)
         return Change(
             EventKind.UPDATED,
             group_index,

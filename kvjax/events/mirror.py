@@ -204,7 +204,7 @@ def snapshot_log(state: CacheState) -> EventLog:
         findable = np.flatnonzero(blocks.fill > 0)
         age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
         ids = findable[np.argsort(-age, kind="stable")].astype(np.int32)  # parents before children
-        columns = group.group0_blocks(ids), group.on_device(ids), blocks.stated_priority(ids)
+        columns = group.group0_blocks(ids), group.on_device(ids), blocks.requested_priority(ids)
         group0_blocks, on_device, priority = jax.device_get(columns)
         kinds = np.full((len(ids), 2), (EventKind.STORED, group_index))
         node = ids, blocks.generation[ids], *host[0].blocks.parent[group0_blocks].T

@@ -131,38 +131,39 @@ def by_column(request: Retention | None, length: jax.Array, block_size: int, num
         request = Retention.of()
     first = np.arange(num_columns, dtype=np.int32) * block_size
     ranges = jnp.asarray(request.ranges, jnp.int32)
-    stated = jnp.full((num_columns, 2), UNSTATED, jnp.int32)
+    requested_priority = jnp.full((num_columns, 2), UNSTATED, jnp.int32)
     if ranges.shape[0]:
         inside = (first[:, None] >= ranges[None, :, 0]) & (first[:, None] < ranges[None, :, 1])
-        stated = jnp.where(jnp.any(inside, axis=1)[:, None], pick(ranges, jnp.argmax(inside, axis=1))[:, 2:], stated)
-    return jnp.where((first < length)[:, None], stated, jnp.asarray(request.decode, jnp.int32)[None])
+        of_range = pick(ranges, jnp.argmax(inside, axis=1))[:, 2:]
+        requested_priority = jnp.where(jnp.any(inside, axis=1)[:, None], of_range, requested_priority)
+    return jnp.where((first < length)[:, None], requested_priority, jnp.asarray(request.decode, jnp.int32)[None])
 
 
-def cut_off(stated: jax.Array | None, length: jax.Array, block_size: int) -> jax.Array | None:
+def cut_off(requested_priority: jax.Array | None, length: jax.Array, block_size: int) -> jax.Array | None:
     """Retention i32[M + 1, 2] of a row cut to length i32[]: blocks after the cut count as generated.
 
     None if the spec has no retention.
     """
 
-    def cut(stated: jax.Array) -> jax.Array:
-        is_prompt = np.arange(stated.shape[0], dtype=np.int32) * block_size < length
-        return jnp.where(is_prompt[:, None], stated, stated[-1:])
+    def cut(requested_priority: jax.Array) -> jax.Array:
+        is_prompt = np.arange(requested_priority.shape[0], dtype=np.int32) * block_size < length
+        return jnp.where(is_prompt[:, None], requested_priority, requested_priority[-1:])
 
-    return jax.tree.map(cut, stated)
+    return jax.tree.map(cut, requested_priority)
 
 
-def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array | None, where: jax.Array) -> Blocks:
-    """Gives blocks ids i32[K], where bool[K], the priority and ttl in stated i32[K, 2], or the default if UNSTATED.
+def apply_retention(blocks: Blocks, ids: jax.Array, requested_priority: jax.Array | None, where: jax.Array) -> Blocks:
+    """Gives blocks ids i32[K], where bool[K], the requested priority and ttl i32[K, 2], or the default if UNSTATED.
 
-    Without retention `stated` and the blocks' retention are None, and nothing changes.
+    Without retention `requested_priority` and the blocks' retention are None, and nothing changes.
     """
 
-    def give(retention: jax.Array, stated: jax.Array) -> jax.Array:
-        default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
-        return put(retention, ids, jnp.where(stated[..., :1] < 0, default, stated), where)
+    def give(retention: jax.Array, requested_priority: jax.Array) -> jax.Array:
+        default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), requested_priority.shape)
+        return put(retention, ids, jnp.where(requested_priority[..., :1] < 0, default, requested_priority), where)
 
     retention, expiry = fence(blocks.retention, blocks.expiry)  # the caller may have just derived expiry from retention
-    return blocks.replace(retention=jax.tree.map(give, retention, stated), expiry=expiry)
+    return blocks.replace(retention=jax.tree.map(give, retention, requested_priority), expiry=expiry)
 
 
 def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:

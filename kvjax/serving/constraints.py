@@ -25,7 +25,7 @@ _FIRST = -2  # the state of a row before its first choice in automaton state x i
 _END = 0  # the state after a stop token, which allows only stop tokens
 _FORBIDDEN = -1  # no state
 _STOP_CLASS = 0
-MOST_STOP_TOKENS = 16
+MAX_STOP_TOKENS = 16
 
 
 class Constraints(Pytree):
@@ -83,8 +83,8 @@ class Constraints(Pytree):
                 "stop_tokens: got none, wanted the tokens that end an answer, such as the tokenizer's eos_token_id: "
                 "without a stop token a row would go on after its text is complete"
             )
-        if stop.size > MOST_STOP_TOKENS or stop.min() < 0:
-            raise ValueError(f"stop_tokens: got {reprlib.repr(stop.tolist())}, wanted at most {MOST_STOP_TOKENS} ids")
+        if stop.size > MAX_STOP_TOKENS or stop.min() < 0:
+            raise ValueError(f"stop_tokens: got {reprlib.repr(stop.tolist())}, wanted at most {MAX_STOP_TOKENS} ids")
         for name, got, limit in (
             ("max_states", len(table.next_state), max_states),
             ("max_classes", table.next_state.shape[1], max_classes),
@@ -219,7 +219,7 @@ def _placed(
     token_class = np.full((size,), max_classes + 1, np.int16)
     token_class[: len(table.token_class)] = table.token_class + 1
     token_class[stop] = _STOP_CLASS
-    return next_state, token_class, np.concatenate([stop, np.full((MOST_STOP_TOKENS - len(stop),), -1, np.int32)])
+    return next_state, token_class, np.concatenate([stop, np.full((MAX_STOP_TOKENS - len(stop),), -1, np.int32)])
 
 
 def constrain(

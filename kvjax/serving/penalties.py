@@ -16,8 +16,8 @@ from kvjax.checks import host_integers, static_int
 from pallas_kernels.loops import varying
 
 # Within these limits no factor makes finite logits infinite.
-LEAST_REPETITION = 0.01
-MOST_REPETITION = 100
+MIN_REPETITION = 0.01
+MAX_REPETITION = 100
 
 
 class Penalties(Pytree):
@@ -88,8 +88,8 @@ class Penalties(Pytree):
         penalties = cls(np.float32(frequency), np.float32(presence), tokens, values, chosen, np.int32(0))
         if repetition is None:
             return penalties
-        if not LEAST_REPETITION <= repetition <= MOST_REPETITION:
-            wanted = f"wanted a number from {LEAST_REPETITION} to {MOST_REPETITION}"
+        if not MIN_REPETITION <= repetition <= MAX_REPETITION:
+            wanted = f"wanted a number from {MIN_REPETITION} to {MAX_REPETITION}"
             raise ValueError(f"repetition: got {repetition}, {wanted}")
         tokens_before = host_integers("prompt", prompt, np.int32, "a list of token ids")
         if len(tokens_before) > len(chosen):

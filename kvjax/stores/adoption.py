@@ -52,7 +52,7 @@ def adopt_prefix(
       length: the number of tokens in the prefix.
       namespace: the prefix's namespace.
       now: i32[] ms.
-      options: `stated` i32[n, 2] and `hits` i32[n] of `adopt`.
+      options: `requested_priority` i32[n, 2] and `hits` i32[n] of `adopt`.
 
     Returns:
       The cache, and the events of both verbs as one value.

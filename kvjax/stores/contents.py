@@ -26,7 +26,7 @@ class Contents(NamedTuple):
       extra_ids: i32[n, P]; 0 after the last token. P = 0 if the layout has no extra ids.
       fill: i32[n]; the number of tokens in each block.
       hits: i32[n].
-      retention: i32[n, 2]; stated priority and time to live, or UNSTATED if the spec has no retention.
+      retention: i32[n, 2]; requested priority and time to live, or UNSTATED if the spec has no retention.
       order: i32[G, n]; ranks in the order of release in each group, children first, held blocks last, or -1 where the
         group has no block.
     """
@@ -155,8 +155,8 @@ def contents_of(state: Any) -> tuple[Contents, np.ndarray]:
     text = {name: np.where(is_token, words[listed], 0) for name, words in blocks.text.parts().items()}
     extra_ids = text.get("extra_ids", text["tokens"][:, :0])
     retention = np.full((len(listed), 2), UNSTATED, np.int32)
-    for stated in jax.tree.leaves(blocks.retention):  # None has no leaves
-        retention = stated[listed]
+    for leaf in jax.tree.leaves(blocks.retention):  # None has no leaves
+        retention = leaf[listed]
     order = [_released(group.blocks, group_ids) for group, group_ids in zip(state.groups, ids, strict=True)]
     depth = blocks.depth[listed]
     order[0] = latest_below(parent, order[0])

@@ -153,9 +153,9 @@ def _adopt_chain(
         return words_by_column
 
     options = {"hits": contents.hits[path]}
-    stated = contents.retention[path, : 2 * spec.retention]
-    if stated.size:
-        options["stated"] = stated
+    requested_priority = contents.retention[path, : 2 * spec.retention]
+    if requested_priority.size:
+        options["requested_priority"] = requested_priority
     parts: list[Any] = [part[path] if part.size else None for part in (contents.tokens, contents.extra_ids)]
     cache, events = adopt_prefix(
         cache,

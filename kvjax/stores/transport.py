@@ -19,19 +19,20 @@ from kvjax.pools.stage import Staged, gather, scatter
 from kvjax.spec import CacheSpec
 from kvjax.stores.layout import leaves_of
 
-MOST = 64  # blocks of a large program
+MAX_BLOCKS = 64  # blocks of a large program
 FEW = 8  # blocks of a small program
 _PIECE_BYTES = 16 << 20  # larger pieces leave the processor's caches, and need new memory each
 
 
 def most_blocks(spec: CacheSpec, group_index: int) -> int:
     """The largest number of blocks of a group in a program."""
-    return MOST if MOST * sum(leaf.num_bytes for leaf in leaves_of(spec, group_index)) <= _PIECE_BYTES else FEW
+    block_bytes = sum(leaf.num_bytes for leaf in leaves_of(spec, group_index))
+    return MAX_BLOCKS if MAX_BLOCKS * block_bytes <= _PIECE_BYTES else FEW
 
 
 def batch_size(count: int) -> int:
     """The number of blocks of the program for `count` blocks."""
-    return FEW if count <= FEW else MOST
+    return FEW if count <= FEW else MAX_BLOCKS
 
 
 def read(
@@ -139,5 +140,5 @@ def compile_pieces(pools: Pools, group_index: int, pool_rows: np.ndarray) -> Non
     for size in (1, FEW, most_blocks(pools.spec, group_index)) if leaves else ():
         _gather(pools, np.zeros((size,), np.int32), group_index)
         arrays = [np.zeros((size, *leaf.shape), leaf.dtype) for leaf in leaves]
-        if size in (FEW, MOST):
+        if size in (FEW, MAX_BLOCKS):
             _scatter.lower(pools, arrays, pool_rows, np.zeros((size,), np.int32), group_index).compile()

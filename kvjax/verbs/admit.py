@@ -252,10 +252,12 @@ def admit_row(
     row = read_row(state, seq).metadata
     updated = [new.updated for new in taken]
     if spec.retention:
-        stated = by_column(retention, prompt.length, block_size, spec.max_blocks_per_seq + 1)
+        requested_priority = by_column(retention, prompt.length, block_size, spec.max_blocks_per_seq + 1)
         is_hit = plan.group_hits[0].hits & ok
-        groups[0], changed, updated[0] = _retain(groups[0], tables[0], stated, is_hit, is_new & ok, updated[0])
-        row = row.replace(retention=stated)
+        groups[0], changed, updated[0] = _retain(
+            groups[0], tables[0], requested_priority, is_hit, is_new & ok, updated[0]
+        )
+        row = row.replace(retention=requested_priority)
         updated.append(changed)
     row = row.replace(length=plan.target, committed=cached, namespace=prompt.namespace)
     after = write_row(state.replace(groups=tuple(groups)), seq, ok, row, tables)
@@ -417,25 +419,29 @@ def _find(
 
 
 def _retain(
-    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, is_new: jax.Array, moved: Records
+    group: Group, table: jax.Array, requested_priority: jax.Array, hit: jax.Array, is_new: jax.Array, moved: Records
 ) -> tuple[Group, Records, Records]:
-    """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without a new priority keep theirs.
+    """Gives a new row's blocks table i32[F] the requested retention i32[M, 2]. Hits without a new priority keep theirs.
 
     Also returns F records, updated, and the records `moved` with the new priorities.
     """
     blocks = group.blocks
-    stated = fit(stated, table.shape[0], UNSTATED)
-    restated = hit & (stated[:, 0] >= 0)
-    before = blocks.stated_priority(table)
+    requested_priority = fit(requested_priority, table.shape[0], UNSTATED)
+    has_new_priority = hit & (requested_priority[:, 0] >= 0)
+    before = blocks.requested_priority(table)
     retention, before = fence(blocks.retention, before)
-    blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | is_new)
-    changed = restated & (before != stated[:, 0])
+    blocks = apply_retention(blocks.replace(retention=retention), table, requested_priority, has_new_priority | is_new)
+    changed = has_new_priority & (before != requested_priority[:, 0])
     if moved.block.size:
         has_moved = moved.kind == EventKind.UPDATED
         changed = changed & ~pick(is_among(blocks.fill.shape[0], moved.block, has_moved), table)
-        priority = jnp.where(has_moved, blocks.stated_priority(moved.block), moved.priority)
+        priority = jnp.where(has_moved, blocks.requested_priority(moved.block), moved.priority)
         moved = moved.replace(records=moved.records.at[:, COLUMNS.index("priority")].set(priority))
     updated = record(
-        EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]
+        EventKind.UPDATED,
+        changed,
+        block=table,
+        generation=pick(blocks.generation, table),
+        priority=requested_priority[:, 0],
     )
     return group.replace(blocks=blocks), updated, moved

@@ -65,7 +65,7 @@ def adopt(
     *,
     namespace: ArrayLike = 0,
     extra_ids: ArrayLike | None = None,
-    stated: ArrayLike = UNSTATED,
+    requested_priority: ArrayLike = UNSTATED,
     hits: ArrayLike = 0,
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
@@ -86,8 +86,8 @@ def adopt(
       have: bool[G, F], or bool[F] for all groups; whether you have the K/V of each block, F = ceil(T / P).
       namespace: i32[]; see `Namespaces`.
       extra_ids: i32[T]; extra ids of the tokens, if the spec has them.
-      stated: i32[F, 2]; the priority and time to live (ms, -1 for ever) of each block, if the spec has retention. A
-        priority of -1 is the default, and so is -1 alone for all blocks.
+      requested_priority: i32[F, 2]; the priority and time to live (ms, -1 for ever) of each block, if the spec has
+        retention. A priority of -1 is the default, and so is -1 alone for all blocks.
       hits: i32[F], or i32[] for all blocks; earlier uses of each block, merges with equal blocks included.
       now: i32[]; the time in ms.
       tiers: static; see `admit`.
@@ -115,15 +115,15 @@ def adopt(
     tiers = checked_tiers(tiers)
     num_columns = prompt.text.tokens.shape[0]
     have = flags("have", have, (len(state.groups), num_columns))
-    check_retention(spec, stated=stated if np.ndim(stated) else None)
+    check_retention(spec, requested_priority=requested_priority if np.ndim(requested_priority) else None)
     hits = each_row("hits", hits, (num_columns,))
-    stated = each_row("stated", stated, (num_columns, 2))
+    requested_priority = each_row("requested_priority", requested_priority, (num_columns, 2))
 
     state, plan = _decide(state, prompt, have, tiers)
     groups, taken, ok = _take(state, plan, now, tiers)
     status = jnp.where((plan.status == Status.OK) & ~ok, jnp.int32(Status.NO_BLOCKS), plan.status)
     stamps = [group.blocks.clock for group in groups]
-    groups, new_blocks = _assign(groups, plan, taken, ok, prompt, stated)
+    groups, new_blocks = _assign(groups, plan, taken, ok, prompt, requested_priority)
     pool_rows = [
         jnp.where(ids >= 0, group.pool_row(ids), group_spec.num_blocks)
         for group, ids, group_spec in zip(groups, new_blocks, spec.groups, strict=True)
@@ -237,7 +237,12 @@ def _take(
 
 
 def _assign(
-    groups: list[Group], plan: _Decision, taken: list[Taken], ok: jax.Array, prompt: Prompt, stated: jax.Array
+    groups: list[Group],
+    plan: _Decision,
+    taken: list[Taken],
+    ok: jax.Array,
+    prompt: Prompt,
+    requested_priority: jax.Array,
 ) -> tuple[list[Group], list[jax.Array]]:
     """Assigns the taken blocks to columns and marks them as reserved. Also returns the blocks i32[F] of each group."""
     new_rank = jnp.cumsum(plan.is_new, axis=1, dtype=jnp.int32) - plan.is_new.astype(jnp.int32)
@@ -247,7 +252,7 @@ def _assign(
     ]
     node = jnp.where(plan.pinned >= 0, plan.pinned, new_blocks[0])
     groups = [_reserve(group, ids) for group, ids in zip(groups, new_blocks, strict=True)]
-    groups[0] = _write(groups[0], new_blocks[0], node, prompt, stated)
+    groups[0] = _write(groups[0], new_blocks[0], node, prompt, requested_priority)
     groups[1:] = [
         windows.set_group0_blocks(group, ids, node) for group, ids in zip(groups[1:], new_blocks[1:], strict=True)
     ]
@@ -264,13 +269,13 @@ def _reserve(group: Group, ids: jax.Array) -> Group:
     return group.replace(blocks=blocks.replace(released=released, hits=hits, clock=clock))
 
 
-def _write(group: Group, ids: jax.Array, node: jax.Array, prompt: Prompt, stated: jax.Array) -> Group:
+def _write(group: Group, ids: jax.Array, node: jax.Array, prompt: Prompt, requested_priority: jax.Array) -> Group:
     """Writes text, retention and parents of reserved blocks ids i32[F]; node i32[F] are the blocks of the prefix."""
     blocks = group.blocks
     where = ids >= 0
     before = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), node[:-1]])
     parent = jnp.stack([before, jnp.broadcast_to(prompt.namespace, before.shape)], axis=-1)
-    blocks = apply_retention(blocks, ids, jax.tree.map(lambda _: stated, blocks.retention), where)
+    blocks = apply_retention(blocks, ids, jax.tree.map(lambda _: requested_priority, blocks.retention), where)
     text = put(blocks.text, ids, prompt.text, where)
     parent = put(blocks.parent, ids, parent, where)
     return group.replace(blocks=blocks.replace(text=text, parent=parent))

@@ -210,8 +210,8 @@ def grow(
         )
     ids, old_block, copies, placed = new_blocks[0]
     group = copy_text(groups[0], ids[:, 0], old_block, copies)
-    stated = pick(state.seqs.retention, (seqs[:, None], columns))
-    groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, placed))
+    requested_priority = pick(state.seqs.retention, (seqs[:, None], columns))
+    groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, requested_priority, placed))
     shortfall = jnp.where(ok, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
     updated = [new.updated for new in taken]
     orders = [new.orders for new in taken]

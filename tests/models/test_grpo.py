@@ -19,7 +19,7 @@ def test_a_plot_of_reward_and_length(tmp_path):
 
 def test_the_command_draws_what_it_ran(tmp_path, monkeypatch, capsys):
     calls, file = [], tmp_path / "reward.svg"
-    monkeypatch.setattr(commands, "keep_programs", lambda keep: None)
+    monkeypatch.setattr(commands, "enable_compilation_cache", lambda keep: None)
     monkeypatch.setattr(grpo, "run", lambda *args: calls.append(args) or [report(number) for number in range(3)])
     grpo.main(["--steps", "3", "--samples", "2", "--seed", "7", "--plot", str(file)])
     assert calls == [(3, 2, 7)] and "tokens of a completion" in file.read_text()

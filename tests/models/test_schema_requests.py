@@ -10,7 +10,7 @@ from hypothesis import given
 
 from kvjax.grammar import compile_structure
 from models.openai_api import ApiError, Fields, Grammar, Tools
-from models.openai_schemas import FIELDS, MOST_CHARACTERS, read_format, read_grammar
+from models.openai_schemas import FIELDS, MAX_CHARACTERS, read_format, read_grammar
 from models.tool_calls import FORMATS
 from models.tool_grammars import answer_grammar
 from tests.grammar_kit import VOCABULARY, accepts
@@ -65,7 +65,7 @@ WRONG = [
     ({"guided_json": 3}, "guided_json: got 3, wanted a JSON schema"),
     ({"guided_json_object": 1}, "guided_json_object: got 1, wanted true or false"),
     ({"guided_regex": ["a"]}, 'guided_regex: got ["a"], wanted a text'),
-    ({"guided_regex": "a" * MOST_CHARACTERS}, f"guided_regex: got {MOST_CHARACTERS + 2:,} characters, wanted at most"),
+    ({"guided_regex": "a" * MAX_CHARACTERS}, f"guided_regex: got {MAX_CHARACTERS + 2:,} characters, wanted at most"),
     ({"guided_regex": "\ud800"}, "guided_regex: got text that is not Unicode"),
     ({"guided_choice": []}, "guided_choice: got [], wanted a list of texts"),
     ({"guided_choice": "ab"}, 'guided_choice: got "ab", wanted a list of texts'),

@@ -91,8 +91,8 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_served(mon
 
 
 def test_grammars_that_wait_and_those_that_are_kept_are_limited(monkeypatch):
-    monkeypatch.setattr(serve_schemas, "MOST_COMPILING", 3)
-    monkeypatch.setattr(serve_schemas, "MOST_KEPT", 2)
+    monkeypatch.setattr(serve_schemas, "MAX_COMPILING", 3)
+    monkeypatch.setattr(serve_schemas, "MAX_KEPT", 2)
     compiler = Compiler(VOCABULARY)
 
     async def run():
@@ -104,7 +104,7 @@ def test_grammars_that_wait_and_those_that_are_kept_are_limited(monkeypatch):
         await compiler.table(regex("aa"))
         await compiler.table(regex("b"))
         assert [key[1] for key in compiler._kept] == ['"aa"', '"b"']  # the latest
-        monkeypatch.setattr(serve_schemas, "MOST_KEPT_BYTES", 100)
+        monkeypatch.setattr(serve_schemas, "MAX_KEPT_BYTES", 100)
         await compiler.table(regex("c"))
         assert not compiler._kept
 

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from models.serve_http import HEADER_BYTES, LEAST_READ, HttpServer, Patience, only_hosts
+from models.serve_http import HEADER_BYTES, MIN_READ, HttpServer, Patience, only_hosts
 
 SOON, LONG = 0.3, 30.0  # seconds of a limit that is to be reached, and of the others
-PIECE = b"a" * LEAST_READ
+PIECE = b"a" * MIN_READ
 NUM_PIECES = 256  # more bytes than the buffers of a connection hold
 
 
@@ -238,7 +238,7 @@ def test_a_slow_one_gets_all(path):
         while data := connection.recv(1 << 17):
             found += len(data)
             time.sleep(SOON / 50)
-        assert found > NUM_PIECES * LEAST_READ and time.monotonic() - begun > 2 * SOON
+        assert found > NUM_PIECES * MIN_READ and time.monotonic() - begun > 2 * SOON
 
 
 def test_too_many_connections_end_the_one_that_has_waited_longest():

@@ -16,7 +16,7 @@ from flax import nnx
 from kvjax.interop.vllm import Subscriber
 from models import memory, recall, serve, session
 from models.recall import CHECKPOINT
-from models.serve_http import HEADER_BYTES, LEAST_READ, Patience
+from models.serve_http import HEADER_BYTES, MIN_READ, Patience
 from models.tenants import salt_of
 from tests import wire_kit
 from tests.drive import ROOT
@@ -230,7 +230,7 @@ def test_the_page_has_every_limit_with_its_default():
     limits = {option for action in parser._actions for option in action.option_strings if option.startswith("--max-")}
     assert found.keys() == limits - {"--max-length"} | {"--timeout", "--grace", "--schemas"}
     (headers, header_time, body_time, read_time), patience = [default for _, default, *_ in rows[:4]], Patience()
-    assert headers == f"{HEADER_BYTES >> 10} KiB" and f"read {LEAST_READ >> 10} KiB" in rows[3][0]
+    assert headers == f"{HEADER_BYTES >> 10} KiB" and f"read {MIN_READ >> 10} KiB" in rows[3][0]
     assert [header_time, body_time] == [f"{patience.header_seconds} s", f"{patience.body_seconds} s"]
     assert read_time == f"{patience.read_seconds} s"
 

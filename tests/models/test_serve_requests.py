@@ -180,11 +180,13 @@ def tokenizers_of_bytes_and_words():
 
 
 def test_impossible_tokens_have_a_number_in_json():
-    wish: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
+    params: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
     impossible = float("-inf")
     piece = Piece("ab", [1, 2], [], ["a", "b"], [0, 1], [-0.5, impossible], [{1: -0.5}, {2: impossible}], "length", 2)
     for is_chat in (False, True):
-        whole = ResponseFormat("model", wish, lambda ids: "ab"[ids[-1] - 1], is_chat=is_chat).whole([[piece]], Usage())
+        whole = ResponseFormat("model", params, lambda ids: "ab"[ids[-1] - 1], is_chat=is_chat).whole(
+            [[piece]], Usage()
+        )
         assert "-9999.0" in json.dumps(whole, allow_nan=False)
 
 
@@ -203,8 +205,8 @@ def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, s
     words = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)  # noqa: E731
     tops = [{token: -0.5, 0: -1.0} for token in tokens]
     sizes = iter(data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens))))
-    wish: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
-    form = ResponseFormat("model", wish, words, is_chat=is_chat)
+    params: Any = types.SimpleNamespace(logprobs=2, includes_usage=False)
+    form = ResponseFormat("model", params, words, is_chat=is_chat)
 
     async def read():
         of_answer = pieces(Grown(tokens, tops, sizes), Answer(words, prompt, stop), (), is_streaming=True, has_top=True)
@@ -229,13 +231,13 @@ def test_the_tokens_of_log_probabilities_join_to_the_text(kind, is_chat, text, s
 # Requests.
 
 
-def wish(is_chat=False, **fields):
+def params_of(is_chat=False, **fields):
     return read_params(read_json(json.dumps(fields).encode()), LIMITS, is_chat=is_chat)
 
 
 def test_fields_that_are_absent_or_null_have_the_apis_defaults():
     for fields in ({}, {"temperature": None, "n": None, "stop": None, "seed": None, "unheard_of": 1}):
-        one, chat = wish(**fields), wish(is_chat=True, **fields)
+        one, chat = params_of(**fields), params_of(is_chat=True, **fields)
         assert (one.max_tokens, chat.max_tokens, one.n, one.stop, one.logprobs, one.salt) == (
             16,
             None,
@@ -245,11 +247,11 @@ def test_fields_that_are_absent_or_null_have_the_apis_defaults():
             None,
         )
         assert one.sampling == kvjax.Sampling(1.0) and not one.is_streaming
-    assert wish().seed != wish().seed
+    assert params_of().seed != params_of().seed
 
 
 def test_fields_become_arguments_of_the_engine():
-    one = wish(
+    one = params_of(
         is_chat=True, max_completion_tokens=7, max_tokens=9, temperature=0.5, top_p=0.9, top_k=-1, seed=-1, stop="x",
         logprobs=True, top_logprobs=3, priority=2, cache_salt="a", stream=True, stream_options={"include_usage": True},
     )  # fmt: skip
@@ -304,7 +306,7 @@ def test_fields_become_arguments_of_the_engine():
 )
 def test_wrong_fields_are_named(fields, message):
     with pytest.raises(ApiError) as caught:
-        wish(**fields)
+        params_of(**fields)
     error = caught.value.body["error"]
     assert (caught.value.status, error["message"], error["param"]) == (400, message, next(iter(fields)))
     assert (error["type"], error["code"]) == ("invalid_request_error", None)
@@ -341,21 +343,21 @@ def test_fields_that_would_change_an_answer_are_refused_by_name(is_chat):
     assert changes.keys() == openai_api.fields_of(ANSWERS[is_chat])[2].keys()
     for name, value in changes.items():
         with pytest.raises(ApiError, match=f"^{name}: got .*, wanted none.*: nothing else is served") as caught:
-            wish(is_chat=is_chat, **{name: value})
+            params_of(is_chat=is_chat, **{name: value})
         assert caught.value.status == 400 and caught.value.body["error"]["param"] == name
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_values_that_change_nothing_are_taken(is_chat):
-    plain = wish(is_chat=is_chat, seed=1)
+    plain = params_of(is_chat=is_chat, seed=1)
     _, ignored, refused = openai_api.fields_of(ANSWERS[is_chat])
     values = [(name, value) for name, allowed in refused.items() for value in (None, *allowed)]
     values += [(name, value) for name in ignored for value in (None, "a", 1, {}, [True])]
     values += [("min_p", 0.0), ("repetition_penalty", 1.0), ("best_of", 1), ("logit_bias", {})]
     for name, value in values:
-        assert wish(is_chat=is_chat, seed=1, **{name: value}) == plain
+        assert params_of(is_chat=is_chat, seed=1, **{name: value}) == plain
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": None, "other": 1}
-    assert wish(is_chat=is_chat, stream=True, stream_options=options).includes_usage
+    assert params_of(is_chat=is_chat, stream=True, stream_options=options).includes_usage
 
 
 class Watched(openai_api.Fields):

@@ -443,9 +443,9 @@ LIMITS = Limits(max_length=100, samples=4, top_logprobs=5)
 
 def form_of(make_parser=None, **options):
     chat, repeated = read_request(Fields({"input": "a"}))
-    wish = read_params(chat, LIMITS, is_chat=True)
-    wish.response_fields = repeated
-    return ResponsesFormat("m", wish, str, make_parser=make_parser, **options)
+    params = read_params(chat, LIMITS, is_chat=True)
+    params.response_fields = repeated
+    return ResponsesFormat("m", params, str, make_parser=make_parser, **options)
 
 
 def piece_of(text, finish=None):

@@ -97,10 +97,10 @@ def test_a_chat_with_tools_has_the_defaults_of_its_checkpoint():
                          shows_cached=True, before_end=None, tool_format=FORMATS["hermes"])  # fmt: skip
     api: Any = Api(types.SimpleNamespace(), served, None)
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "temperature": 0.75}
-    wish, prompts = api._read(json.dumps(body).encode(), endpoint=CHATS)
-    assert prompts == [["f hi"]] and wish.tools.names == {"f"}
-    assert (wish.sampling.temperature, wish.sampling.min_p, wish.default_max_tokens) == (0.75, 0.5, 7)
-    assert wish.penalties["repetition"] == 2.0
+    params, prompts = api._read(json.dumps(body).encode(), endpoint=CHATS)
+    assert prompts == [["f hi"]] and params.tools.names == {"f"}
+    assert (params.sampling.temperature, params.sampling.min_p, params.default_max_tokens) == (0.75, 0.5, 7)
+    assert params.penalties["repetition"] == 2.0
 
 
 def messages_of(*messages):

@@ -149,7 +149,7 @@ class OracleBackend:
         return self.cache.tables(self.groups[group])[row]
 
     def priorities(self, row: int) -> list[int]:
-        return [self.cache.blocks[block].stated.priority for block in self.table(row)]
+        return [self.cache.blocks[block].requested_priority.priority for block in self.table(row)]
 
     def findable(self, row: int) -> list[int]:
         return [block for block in self.cache.tables()[row] if self.cache.blocks[block].node]

@@ -74,7 +74,7 @@ DEFAULT = Priority()
 
 
 class Retention(NamedTuple):
-    """The stated priorities: (start, end or None, priority) of ranges of a prompt, and that of generated blocks."""
+    """The requested priorities: (start, end or None, priority) of ranges of a prompt, and that of generated blocks."""
 
     ranges: Sequence[tuple[int, int | None, Priority]] = ()
     generated: Priority = DEFAULT
@@ -96,7 +96,7 @@ class Block:
     stored: int = 0  # clock when the contents entered the index
     released: int = 0  # clock when the last holder let go
     freed: int = 0  # ms of that
-    stated: Priority = DEFAULT
+    requested_priority: Priority = DEFAULT
     expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
     host: bool = False  # its tier, if it is not empty
     move: int = 0  # number of the move that brings it to its tier, until that is complete
@@ -121,8 +121,8 @@ class Row:
         """An equal row that shares nothing with this one."""
         return dataclasses.replace(self, tokens=list(self.tokens), tables=[list(table) for table in self.tables])
 
-    def stated(self, first: int) -> Priority | None:
-        """The stated priority of the block that begins with token `first`, or None."""
+    def requested_priority(self, first: int) -> Priority | None:
+        """The requested priority of the block that begins with token `first`, or None."""
         if first >= self.prompt:
             return self.retention.generated
         for start, end, priority in self.retention.ranges:

@@ -783,7 +783,7 @@ class Life:
         if self.extra:
             options["extra_ids"] = padded(extras(tokens))
         if self.config.every:
-            options |= {"stated": np.array(request["stated"], np.int32), "hits": np.array(request["hits"], np.int32)}
+            options |= {name: np.array(request[name], np.int32) for name in ("requested_priority", "hits")}
         have = np.array(request["have"])[: len(self.spec.groups)]
         return self.items(tokens), (padded(tokens), np.int32(len(tokens))), have, options
 
@@ -863,7 +863,7 @@ class Life:
             options["extra_ids"] = np.stack([padded(extras(p)) for p in prompts])
         seqs, lost, most = np.array(request["seqs"], np.int32), [], None
         if self.config.every:
-            options |= {"alignment_tokens": SIZE, "retention": retention_of(request["stated"])}
+            options |= {"alignment_tokens": SIZE, "retention": retention_of(request["requested_priority"])}
             most = self.expected_hit(tokens[0], lengths[0], options, request["wide"])
         if request["wide"]:
             events, lost = self.moving("admit", seqs, tokens, lengths, **options)
@@ -1263,11 +1263,11 @@ def extras(tokens: Any) -> list[int]:
     return [int(i % 3 == 2 and t > 0) for i, t in enumerate(tokens)]
 
 
-def retention_of(stated: list[list[int]]) -> kvjax.Retention:
+def retention_of(priorities: list[list[int]]) -> kvjax.Retention:
     """The retention of several rows: of each the priorities of two halves of its prompt, and of what follows."""
     half = WIDTH // 2
     each = [
-        kvjax.Retention.of([(0, half, one[0]), (half, None, one[1], 5)], decode_priority=one[2]) for one in stated
+        kvjax.Retention.of([(0, half, one[0]), (half, None, one[1], 5)], decode_priority=one[2]) for one in priorities
     ]  # fmt: skip
     return jax.tree.map(lambda *x: np.stack(x), *each)
 
@@ -1463,7 +1463,7 @@ class Requests(Draws):
         if every:
             length = AT_ONCE if verb == "admit" else WIDTH // SIZE
             width = 3 if verb == "admit" else 2
-            request["stated"] = self.rng.integers(0, 101, (length, width)).tolist()
+            request["requested_priority"] = self.rng.integers(0, 101, (length, width)).tolist()
             request["hits"] = self.rng.integers(0, 4, WIDTH // SIZE).tolist()
         if life.has_host:
             later, often = (8, 0.6) if verb == "generate" else (2, 0.1)  # it moves blocks many times

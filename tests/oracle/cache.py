@@ -116,12 +116,12 @@ class Oracle(Tiers):
     def priority(self, block: Block) -> int:
         """The priority of a block without holders now."""
         over = block.expiry is not None and self.now >= block.expiry
-        return DEFAULT.priority if over else block.stated.priority
+        return DEFAULT.priority if over else block.requested_priority.priority
 
     def queue_position(self, block: Block) -> tuple[int, int]:
         """The score of `trt_leaf`: a block whose time is over begins to wait anew, with the default priority."""
         current = self.priority(block)
-        is_over = current != block.stated.priority
+        is_over = current != block.requested_priority.priority
         return current, block.expiry if is_over else block.freed
 
     # The verbs.
@@ -190,10 +190,12 @@ class Oracle(Tiers):
                     group.blocks[block].refcount += 1
                     group.blocks[block].hits += 1
         for i, block in enumerate(found[0]):
-            stated, node = row.stated(i * self.block_size), self.blocks[block].node
-            if stated and stated.priority != self.blocks[block].stated.priority and node and block not in back[0]:
-                events.append(Event("updated", *node))  # one that comes back has its event already
-            self.blocks[block].stated = stated or self.blocks[block].stated
+            requested = row.requested_priority(i * self.block_size)
+            before = self.blocks[block].requested_priority
+            node = self.blocks[block].node
+            if requested and requested.priority != before.priority and node and block not in back[0]:
+                events.append(Event("updated", *node))  # a block that comes back has its event already
+            self.blocks[block].requested_priority = requested or before
         self._state_priorities(row, len(whole))
         if source is not None:
             for group in self.groups:
@@ -534,7 +536,7 @@ class Oracle(Tiers):
         return Result([Status.OK], events)
 
     def adopt(
-        self, tokens, have, *, namespace=0, extra_ids=None, stated=None, hits=None, tiers=False
+        self, tokens, have, *, namespace=0, extra_ids=None, requested_priority=None, hits=None, tiers=False
     ) -> tuple[Result, Adopted]:
         """Holds the cached part of a text and reserves blocks for the rest, as far as `have[group][i]` holds.
 
@@ -572,7 +574,7 @@ class Oracle(Tiers):
             self.blocks[block].refcount += 1
         reserved = [dict(zip(own, blocks, strict=True)) for own, blocks in zip(columns, new_blocks, strict=True)]
         for i, block in reserved[0].items():
-            self.blocks[block].stated = (stated and stated[i]) or DEFAULT
+            self.blocks[block].requested_priority = (requested_priority and requested_priority[i]) or DEFAULT
         return Result([Status.OK], events, moves=moves), Adopted(prefix, held, reserved, hits or [0] * len(prefix))
 
     def finish_adoption(self, adopted: Adopted, arrived) -> Result:
@@ -821,7 +823,7 @@ class Oracle(Tiers):
         if not own.refcount and own.node:
             own.released, own.queued, own.freed = self.clock, self.turn, self.now
             self.clock, self.turn = self.clock + 1, self.turn + 1
-            own.expiry = None if own.stated.ttl is None else self.now + own.stated.ttl
+            own.expiry = None if own.requested_priority.ttl is None else self.now + own.requested_priority.ttl
         elif not own.refcount:
             own.host, own.move, own.unevictable = False, 0, False
 
@@ -837,7 +839,7 @@ class Oracle(Tiers):
     def _state_priorities(self, row: Row, first: int) -> None:
         """Gives a row's new blocks, from column `first` on, the priorities that the row states."""
         for i in range(first, len(row.tables[0])):
-            self.blocks[row.tables[0][i]].stated = row.stated(i * self.block_size) or DEFAULT
+            self.blocks[row.tables[0][i]].requested_priority = row.requested_priority(i * self.block_size) or DEFAULT
 
     # Small things.
 

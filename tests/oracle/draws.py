@@ -95,7 +95,8 @@ def _differs(value: Any, default: Any) -> bool:
 # Integers of options that no call in tests/cases.py has.
 SAMPLES: dict[str, Any] = {
     "namespace": 0, "now": 0, "reserve_tokens": 4, "alignment_tokens": 4, "max_tokens": 4, "max_removed": 2, "group": 0,
-    "num_tokens": 1, "seqs": np.arange(cases.ROWS), "written": 0, "stated": np.zeros((4, 2)), "hits": np.zeros(4),
+    "num_tokens": 1, "seqs": np.arange(cases.ROWS), "written": 0, "requested_priority": np.zeros((4, 2)),
+    "hits": np.zeros(4),
 }  # fmt: skip
 READS: dict[str, cases.Call] = {
     "view": ((np.ones(cases.ROWS, np.int64), 4), {}), "ragged": ((np.ones(cases.ROWS, np.int64), 4), {}),

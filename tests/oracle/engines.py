@@ -68,7 +68,7 @@ from tests.oracle.bytes_machine import (
 from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
-MOST_BIASES = 2  # of a request
+MAX_BIASES = 2  # of a request
 GRAMMARS, STOP = 3, 1  # grammars that requests may have, and the token that ends an answer
 VERBS = ("admit", "commit", "release", "pin", "unpin", "generate")
 AMPLE, SHORT = Scheduler(chunk=8, k=SIZE), Scheduler(chunk=8, k=SIZE, reserve="num_tokens")
@@ -315,7 +315,7 @@ class Served(Life):
         names = "prompt", "max_new_tokens", "seed", "priority", "stop_tokens", "samples", "prompt_logprobs_from"
         fields = {name: ask[name] for name in names}
         if self.spec.retention:
-            fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["stated"]]))
+            fields["retention"] = jax.tree.map(lambda values: values[0], retention_of([ask["requested_priority"]]))
         min_p = ask["min_p"] if self.config.penalties else None
         sampling = kvjax.Sampling(temperature=ask["temperature"], min_p=min_p) if ask["temperature"] else None
         if not namespace and ask["prompt"]:
@@ -342,7 +342,7 @@ class Served(Life):
         states: list[Any] = []
         if self.config.penalties:
             penalties = {"repetition": 1.0, **penalties}
-            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, max_biases=MOST_BIASES))
+            states.append(Penalties.of(2 * WIDTH, **penalties, prompt=prompt, max_biases=MAX_BIASES))
         if self.constraints is not None:
             states.append(np.int32(NONE) if grammar is None else self.constraints.state(grammar))
         return tuple(states) if len(states) > 1 else states[0] if states else None
@@ -679,14 +679,14 @@ class Asks(bytes_machine.Requests):
             "temperature": float(self.chance(0.3)), "seed": self.number(4), "priority": self.number(-1, 3),
             "stop_tokens": [1] if self.chance(0.2) else [], "samples": self.number(1, 4) if self.chance(0.2) else 1,
             "salt": self.number(SALTS), "space": self.number(TENANTS), "timeout": self.chance(0.5),
-            "stated": self.rng.integers(0, 101, 3).tolist(), **self.penalties(),
+            "requested_priority": self.rng.integers(0, 101, 3).tolist(), **self.penalties(),
         }  # fmt: skip
 
     def penalties(self) -> dict[str, Any]:
         """A min-p, and arguments of `Penalties.of`: multiples of 1/4, whose sums are the same in float32."""
         random = self.of_penalties
         frequency, presence = (random.integers(-2, 3, 2) / 4).tolist() if random.random() < 0.3 else (0.0, 0.0)
-        tokens = random.integers(0, VOCAB, int(random.integers(MOST_BIASES + 1))).tolist()
+        tokens = random.integers(0, VOCAB, int(random.integers(MAX_BIASES + 1))).tolist()
         repetition = random.choice([0.5, 2.0, 4.0]).item() if random.random() < 0.5 else 1.0
         bias = {token: float(random.integers(-3, 4)) / 2 for token in tokens}
         penalties = {"frequency": frequency, "presence": presence, "bias": bias, "repetition": repetition}

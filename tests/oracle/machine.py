@@ -210,13 +210,13 @@ class CacheMachine(RuleBasedStateMachine):
         """The priorities that a request states, for the oracle and for the library; none without `timed`."""
         if not self.timed:
             return Retention(), None
-        (first, second, end), *choices = choice
-        stated = [Priority(*each) for each in choices]
-        ranges = [(first, second, stated[0]), (second, end, stated[1])]
+        (first, second, end), *priorities = choice
+        choices = [Priority(*each) for each in priorities]
+        ranges = [(first, second, choices[0]), (second, end, choices[1])]
         library = kvjax.Retention.of(
-            [(a, b, *w) for a, b, w in ranges], decode_priority=stated[2].priority, decode_ttl=stated[2].ttl
+            [(a, b, *w) for a, b, w in ranges], decode_priority=choices[2].priority, decode_ttl=choices[2].ttl
         )
-        return Retention(ranges, stated[2]), library
+        return Retention(ranges, choices[2]), library
 
     @rule(ms=st.sampled_from((1, 4, 5, 2**30)))
     def wait(self, ms):
@@ -576,9 +576,9 @@ class CacheMachine(RuleBasedStateMachine):
                     assert bool(group.host.pool_row[ours] >= len(group.empty)) == block.host
                     assert bool(group.host.pending_transfer[ours] != 0) == (block.move > 0)
                 if group.blocks.retention is not None:
-                    assert group.blocks.retention[ours].tolist() == [
-                        block.stated.priority, -1 if block.stated.ttl is None else block.stated.ttl
-                    ]  # fmt: skip
+                    requested = block.requested_priority
+                    expected = [requested.priority, -1 if requested.ttl is None else requested.ttl]
+                    assert group.blocks.retention[ours].tolist() == expected
 
     def agree_on_text(self):
         """The blocks of each row have its tokens and extra ids, also those that are not in the index yet."""
@@ -599,22 +599,23 @@ class AdoptingMachine(CacheMachine):
     @rule(
         prompt=pairs, have=present, wide=st.sampled_from((True, True, False)),
         hits=lists(st.integers(0, 3), min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
-        stated=lists(st.none() | priorities, min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
+        requested_priority=lists(st.none() | priorities, min_size=BLOCKS_PER_ROW, max_size=BLOCKS_PER_ROW),
     )  # fmt: skip
-    def adopt(self, prompt, have, wide, hits, stated):
+    def adopt(self, prompt, have, wide, hits, requested_priority):
         namespace, tokens = prompt
         own, tiers = self.tiers(wide)
         ids, library = self.ids(tokens)
         have, theirs, ours = have[: len(self.state.groups)], None, -1
         if self.timed:
-            theirs = [one and Priority(*one) for one in stated]
-            ours = np.array([(-1, -1) if one is None else (one[0], -1 if one[1] is None else one[1]) for one in stated])
+            theirs = [pair and Priority(*pair) for pair in requested_priority]
+            pairs = [pair or (-1, None) for pair in requested_priority]
+            ours = np.array([(priority, -1 if ttl is None else ttl) for priority, ttl in pairs])
         wanted, adopted = self.oracle.adopt(
-            tokens, have, namespace=namespace, extra_ids=ids, stated=theirs, hits=hits, **own
+            tokens, have, namespace=namespace, extra_ids=ids, requested_priority=theirs, hits=hits, **own
         )
         events = self.both(
             "adopt", wanted, padded(tokens), len(tokens), np.array(have), namespace=namespace, extra_ids=library,
-            stated=ours, hits=np.array(hits), **tiers,
+            requested_priority=ours, hits=np.array(hits), **tiers,
         )  # fmt: skip
         self.adoptions.append((events.adopted, adopted))
 

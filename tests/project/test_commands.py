@@ -61,7 +61,7 @@ def test_a_folder_of_programs_to_which_others_may_write_ends_a_command_with_one_
     tmp_path.chmod(0o777)
     monkeypatch.setattr(kvjax, "enable_compilation_cache", functools.partial(kvjax.enable_compilation_cache, tmp_path))
     with pytest.raises(SystemExit, match=r"^folder: got .* mode 0777, wanted .*; --no-compile-cache needs no folder$"):
-        commands.keep_programs(True)
+        commands.enable_compilation_cache(True)
 
 
 FIELDS = {

@@ -129,7 +129,7 @@ def test_optional_parts_of_a_group_are_named_where_they_live():
 # Optional features of a cache: the names of arrays or tiers (None if absent), and the flags that ask for them.
 ABSENT = {
     "group0_block", "expiry", "extra", "extra_id", "extra_ids", "host", "priorities", "retention", "scales",
-    "window_block", "stated", "swapped", "time", "transfer",
+    "window_block", "requested_priority", "swapped", "time", "transfer",
 }  # fmt: skip
 FLAGS = {"bare", "extra_ids", "has_host", "num_host_blocks", "retention", "tiered", "windowed", "windows"}
 NUMBERS = {"g", "group_index", "number"}  # the first group differs from the others

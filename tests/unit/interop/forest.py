@@ -210,8 +210,8 @@ def written(
     """The part of an index that TensorRT-LLM's form carries: {prefix: (level, priority)}."""
     found, size = {}, spec.block_size
     wired = {
-        (group, namespace, path): stated
-        for (group, *_), (namespace, path, *stated) in mirror.nodes.items()
+        (group, namespace, path): level_and_priority
+        for (group, *_), (namespace, path, *level_and_priority) in mirror.nodes.items()
         if (group or not spec.bare) and namespace in names
     }
     for (group, namespace, path), (level, priority) in wired.items():

@@ -51,7 +51,7 @@ def serve(cache, seq, tokens, retention=None, now=0):
     return cache.recorded[before:]
 
 
-def stated(*ranges, **options):
+def retention_of(*ranges, **options):
     return kvjax.Retention.of(ranges, max_ranges=2, **options)
 
 
@@ -60,7 +60,7 @@ def test_a_time_to_live_that_ended_stays_over():
     """2^31 ms are 24 days. By the difference alone it would seem to begin anew from day 25 to 49."""
     day = 24 * 60 * 60 * 1000
     cache, ms = cache_of(3), 2**31 - 2 * day
-    serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(ms))
+    serve(cache, 0, [1] * 4, retention_of((0, None, 90, 10)), now=wrapped(ms))
     found, findable = [], np.asarray(cache.state.groups[0].blocks.fill) > 0
     for _ in range(12):
         ms += 10 * day
@@ -76,7 +76,7 @@ def test_an_earlier_time_changes_nothing():
     """A verb that does not get the time (0 by default) neither ends a time to live nor prolongs one."""
     for start in (1000, 2**31 + 1000, 3 * 2**30):
         cache = cache_of(3)
-        serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(start))
+        serve(cache, 0, [1] * 4, retention_of((0, None, 90, 10)), now=wrapped(start))
         serve(cache, 1, [2] * 4)
         blocks = cache.state.groups[0].blocks
         for after, wanted in ((9, 90), (10, 35), (2**30, 35)):

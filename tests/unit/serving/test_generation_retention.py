@@ -22,11 +22,11 @@ MODEL = jax.tree_util.Partial(successor)
 
 def generate(cache, prompts, new, retention=None, **options):
     """Generates, with `retention` for the first prompt."""
-    each = [retention or stated(35), *[None] * (len(prompts) - 1)]
+    each = [retention or retention_of(35), *[None] * (len(prompts) - 1)]
     return kvjax.generate(MODEL, cache, prompts, max_new_tokens=new, chunk=16, steps=16, retention=each, **options)
 
 
-def stated(priority, ttl=None, **options):
+def retention_of(priority, ttl=None, **options):
     return kvjax.Retention.of([(0, 4, priority, ttl), (4, 8, priority, ttl)], **options)
 
 
@@ -55,20 +55,25 @@ def cached_tokens(retention, later=0):
 
 @pytest.mark.slow
 def test_a_system_prompt_survives_what_evicts_the_others():
-    assert cached_tokens(stated(100)) == 8
-    assert cached_tokens(stated(35)) == 0
+    assert cached_tokens(retention_of(100)) == 8
+    assert cached_tokens(retention_of(35)) == 0
 
 
 @pytest.mark.slow
 def test_a_time_to_live_ends_by_the_clock():
-    assert cached_tokens(stated(100, 50), later=49) == 8
-    assert cached_tokens(stated(100, 50), later=50) == 0
-    assert cached_tokens(stated(0, 50), later=50) == 0
+    assert cached_tokens(retention_of(100, 50), later=49) == 8
+    assert cached_tokens(retention_of(100, 50), later=50) == 0
+    assert cached_tokens(retention_of(0, 50), later=50) == 0
 
 
 def test_each_prompt_has_a_retention_of_its_own():
     """So has each that waits, and the events have the priorities."""
-    each = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), stated(90)]
+    each = [
+        kvjax.Retention.of([(0, 4, 10), (4, None, 20)]),
+        None,
+        kvjax.Retention.of(decode_priority=60),
+        retention_of(90),
+    ]
     prompts = [[n] * 9 for n in (1, 2, 3, 4)]
     cache = kvjax.Cache.create(SPEC, kvjax.policies.priority())
     _, cache, events = kvjax.generate(MODEL, cache, prompts, max_new_tokens=8, chunk=16, steps=16, retention=each)

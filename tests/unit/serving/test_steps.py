@@ -223,7 +223,7 @@ def test_unevictable_blocks_with_host_children_are_counted_in_vain():
         assert drive.names(events)[1] == status
 
 
-def stated(decode_ttl=None):
+def retention_of(decode_ttl=None):
     return kvjax.Retention.of([(0, 4, 80, 25), (4, None, 20)], decode_priority=60, decode_ttl=decode_ttl)
 
 
@@ -231,7 +231,7 @@ def stated(decode_ttl=None):
 @every_loop
 @pytest.mark.parametrize("num_blocks", [11, 14, BLOCKS])
 def test_stated_priorities_and_times_to_live(num_blocks, loop):
-    options = {"retention": stated(15), "now": np.int32(3)}
+    options = {"retention": retention_of(15), "now": np.int32(3)}
     start = Start(FOUR, served=[[10] * 11, [11, *TEXT]], left=[12] * S, options=options)
     spec, ends = make_spec("full", retention=True), []
     for decoded in (single(STEPS), jitted(loop[0], STEPS, *loop[2:])):

@@ -69,7 +69,7 @@ BAD = {
         "tokens": (floats(8), ints(2, 8), ints(0), np.int32(3), np.ones(8, bool), "hi"), "length": SCALAR,
         "have": (True, ints(2), np.ones(3, bool), np.ones((2, 2), bool), np.ones((1, 2, 1), bool), "all"),
         "namespace": SCALAR, "hits": (1.5, True, floats(2), ints(3), ints(2, 1)), "now": SCALAR,
-        "stated": (ints(2, 2),), "tiers": ("host", ("host", "device"), ("disk",)), "extra_ids": (ints(8),),
+        "requested_priority": (ints(2, 2),), "tiers": ("host", ("host", "device"), ("disk",)), "extra_ids": (ints(8),),
     },
     "lookup": {
         "tokens": (floats(8), ints(2, 8), ints(0)), "length": SCALAR, "namespace": SCALAR, "extra_ids": (ints(8),)

@@ -24,7 +24,7 @@ OPTIONS = {
     "namespace": ("ArrayLike", 0),
     "extra_ids": ("ArrayLike | None", None),
     "retention": ("Retention | None", None),
-    "stated": ("ArrayLike", -1),
+    "requested_priority": ("ArrayLike", -1),
     "hits": ("ArrayLike", 0),
     "seqs": ("ArrayLike | None", None),
     "max_blocks": ("int", inspect.Parameter.empty),
