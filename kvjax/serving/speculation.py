@@ -345,28 +345,52 @@ def _without_rejected(
 ) -> Pools:
     """The pools after a pass. If a draft was rejected, recurrent layers run the accepted tokens again.
 
-    A layer's snapshot is the state after the last token of a view, here after a rejected draft. So each row gets its
-    snapshot from before the pass back. Attention needs none of this: the next pass overwrites the slots of rejected
-    drafts.
+    Attention needs none of this: the next pass overwrites the slots of rejected drafts.
     """
-    spec = cache.state.spec
-    recurrent = [number for number, group in enumerate(spec.groups) if group.kind is Kind.RECURRENT]
-    if not recurrent:
+    pools, snapshots = Snapshots.before(cache.pools, view, pools)
+    if not snapshots.groups:
         return pools
-    row_index = np.arange(num_tokens.size, dtype=np.int32)
     num_right = jnp.where(num_tokens > 0, 1 + num_accepted, 0)
-    before = jnp.maximum(view.lengths - view.num_tokens - 1, 0) // spec.block_size
-    pool_rows = [pick(view.tables[number], (row_index, before)) for number in recurrent]
-    snapshots = [pick(cache.pools.arrays[number], index) for number, index in zip(recurrent, pool_rows, strict=True)]
-    pools, snapshots = fence(pools, snapshots)
 
     def run_again(pools: Pools) -> Pools:
-        arrays = list(pools.arrays)
-        for number, index, snapshot in zip(recurrent, pool_rows, snapshots, strict=True):
-            index = jnp.where(num_tokens > 0, index, spec.groups[number].num_blocks)  # the scratch row
-            arrays[number] = jax.tree.map(lambda x, old, at=index: x.at[at].set(old), arrays[number], snapshot)
-        pools = pools.replace(arrays=tuple(arrays))
         again = cache.ragged(num_right, view.positions.shape[1], written=written)
-        return forward(model, _flat(batch, again)[None], pools, again, np.zeros((1,), np.int32))[1]
+        last = np.zeros((1,), np.int32)
+        return forward(model, _flat(batch, again)[None], snapshots.put_back(pools), again, last)[1]
 
     return once(jnp.any(num_right < num_tokens), run_again, pools)
+
+
+class Snapshots(NamedTuple):
+    """The snapshots of recurrent layers from which rows continue.
+
+    The snapshot in a block is the state after the last token of a view in this block. If this token was a rejected
+    draft, the row gets its earlier snapshot back.
+    """
+
+    groups: tuple[int, ...]  # groups of recurrent layers
+    pool_rows: tuple[jax.Array, ...]  # i32[S] of each group; the scratch row for rows without tokens in the view
+    arrays: tuple[Any, ...]  # of each group, leaves [S, ...]
+
+    @classmethod
+    def before(cls, pools: Pools, view: View, written: Pools) -> tuple[Pools, Snapshots]:
+        """Reads them from the pools before a view's tokens. Also returns the written pools, fenced from the reads."""
+        spec = pools.spec
+        groups = tuple(number for number, group in enumerate(spec.groups) if group.kind is Kind.RECURRENT)
+        if not groups:
+            return written, cls((), (), ())
+        row_index = np.arange(view.num_tokens.size, dtype=np.int32)
+        column = jnp.maximum(view.lengths - view.num_tokens - 1, 0) // spec.block_size
+        pool_rows = []
+        for number in groups:
+            pool_row = pick(view.tables[number], (row_index, column))
+            pool_rows.append(jnp.where(view.num_tokens > 0, pool_row, spec.groups[number].num_blocks))
+        arrays = [pick(pools.arrays[number], index) for number, index in zip(groups, pool_rows, strict=True)]
+        written, arrays = fence(written, arrays)
+        return written, cls(groups, tuple(pool_rows), tuple(arrays))
+
+    def put_back(self, pools: Pools) -> Pools:
+        """Writes the snapshots where they were."""
+        arrays = list(pools.arrays)
+        for number, index, old in zip(self.groups, self.pool_rows, self.arrays, strict=True):
+            arrays[number] = jax.tree.map(lambda x, old, at=index: x.at[at].set(old), arrays[number], old)
+        return pools.replace(arrays=tuple(arrays))
