@@ -176,7 +176,7 @@ def decode_block(
         active = rows.active & (written < limit)
         current = cache.replace(pools=pools)
         space = jnp.where(active, jnp.minimum(limit - written - 1, max_drafts), 0)
-        threshold = drafter.pass_cost * count(active)
+        threshold = np.float32(drafter.pass_cost) * count(active).astype(jnp.float32)
         wanted = space > 0
         if drafter.hope:  # no draft can be worth its cost
             wanted = wanted & (best_drafts(stats.chance, space, max_drafts, max_total)[1] > threshold)

@@ -87,7 +87,7 @@ def best_drafts(
     """
     depth = np.arange(1, max_drafts + 1, dtype=np.int32)[None]
     is_draft = depth <= num_drafts[:, None]
-    expected = jnp.where(is_draft, chance[:, None] ** depth, 0.0)
+    expected = jnp.where(is_draft, chance[:, None] ** depth.astype(np.float32), 0.0)
     if max_total < expected.size:
         # Equal chances are ranked by the row, so exactly `max_total` drafts are left.
         order = jnp.argsort(-expected.reshape(-1), stable=True)

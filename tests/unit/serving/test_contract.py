@@ -56,7 +56,7 @@ def ways(but: str = "") -> Any:
 
 def mark_of(way: str) -> Any:
     """The ways that compile the loop once more: for a second device, or with the rollout around it."""
-    return pytest.mark.long if way in ("Replicas", "rollout") else ()
+    return pytest.mark.long if way in ("Replicas", "rollout", "drafts") else ()
 
 
 def assert_alike(outputs: list[Output], others: list[Output], *, has_top: bool = True) -> None:
