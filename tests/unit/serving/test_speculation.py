@@ -4,15 +4,12 @@
 The contract's way "drafts" runs all its cases with random drafts, and `oracle/engines.py` compares all bytes.
 """
 
-import jax
-import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving import Drafter, RunOptions, Sampling, ngram
-from kvjax.serving.speculation_stats import DraftStats, best_drafts
+from kvjax.serving import RunOptions, Sampling
 from tests.drafters import RANDOM, RIGHT, WRONG, Guesses
-from tests.serving_kit import BASE, MODEL, NEW, SIZE, VOCAB, ask, make_cache, prompts_of, wanted
+from tests.serving_kit import BASE, MODEL, NEW, VOCAB, ask, make_cache, prompts_of, wanted
 from tests.unit.serving.test_contract import assert_alike
 
 PROMPTS = [*prompts_of(1), [1, 2, 3], [4] * 9, prompts_of(1)[0]]
