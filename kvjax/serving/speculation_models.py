@@ -14,8 +14,9 @@ from kvjax.checks import static_int
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
-from kvjax.serving.speculation import Drafter, Drafting, Drafts, Snapshots
+from kvjax.serving.speculation import Drafter, Drafting, Drafts
 from kvjax.serving.speculation_ngram import check_costs
+from kvjax.serving.speculation_verify import Snapshots
 from pallas_kernels.loops import fori_loop
 
 
@@ -28,10 +29,9 @@ def draft_model(
     max_drafts: int | None = None,
     pass_cost: float = 0.5,
 ) -> tuple[Model, Drafter]:
-    """Makes a drafter of a smaller model with the same vocabulary, and a model that writes the K/V of both.
+    """Makes a drafter of a smaller model with the same vocabulary, and a model to write the K/V of both.
 
-    Both models share the rows and blocks of a cache. So a prefix that the cache has is there for both, and the verbs
-    serve both:
+    Both models share the rows and blocks of a cache. So they find the same prefixes, and the verbs serve both:
 
         layers = [*model.layer_specs(), *draft.layer_specs()]
         cache = kvjax.Cache.create(kvjax.make_spec(layers, num_blocks=256, max_seqs=8, max_length=2048))
@@ -62,7 +62,7 @@ def draft_model(
 def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = None, pass_cost: float = 0.5) -> Drafter:
     """Makes a drafter of a model's first layers, which share the K/V of the whole model.
 
-    A draft's K/V go to the slots that the whole model then overwrites, so the cache needs no more space.
+    The whole model then overwrites the K/V of the drafts, so the cache needs no more space.
 
     Args:
       layers: a model of the first layers, with the same weights, such as `models.first_layers` makes.
@@ -101,13 +101,13 @@ class ModelDrafter(Drafter, static=("num_tokens", "max_drafts", "pass_cost")):
         pools, snapshots = Snapshots.before(cache.pools, first_view, cache.pools)
         tokens = jnp.zeros((wanted.size, self.num_tokens), jnp.int32)
 
-        def guess(number: jax.Array, carry: Any) -> Any:
+        def guess(position: jax.Array, carry: Any) -> Any:
             pools, rows, tokens = carry
-            view = cache.view(wanted, 1, written=drafting.written + number)
+            view = cache.view(wanted, 1, written=drafting.written + position)
             logits, pools = forward(self.model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
-            choice, state = drafting.choose(logits, rows, committed + number + 1)
+            choice, state = drafting.choose(logits, rows, committed + position + 1)
             rows = rows.with_state(drafting.wanted, state).replace(token=choice.tokens)
-            return pools, rows, tokens.at[:, number].set(choice.tokens)
+            return pools, rows, tokens.at[:, position].set(choice.tokens)
 
         turns = jnp.where(jnp.any(drafting.wanted), self.num_tokens, 0)
         pools, _, tokens = fori_loop(0, turns, guess, (pools, drafting.rows, tokens))

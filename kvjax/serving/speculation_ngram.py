@@ -21,10 +21,10 @@ def ngram(
     max_drafts: int | None = None,
     pass_cost: float = 0.5,
 ) -> Drafter:
-    """Makes a drafter that looks a row's last tokens up in its own text, and drafts the tokens after them.
+    """Makes a drafter of the tokens after an earlier occurrence of a row's last tokens in its own text.
 
-    It needs no weights. It pays for answers that repeat parts of their prompts, or themselves: rewriting, extraction,
-    code edits. It proposes drafts for every pass, and compares them with the chosen tokens even if the pass verifies
+    It needs no weights. It pays if answers repeat parts of their prompts, or themselves: rewriting, extraction, code
+    edits. It proposes drafts for every pass, and compares them with the chosen tokens even if the pass verifies
     none. So it begins to draft when its guesses are right, and costs other answers next to nothing.
 
     Args:

@@ -11,20 +11,21 @@ import numpy as np
 
 from kvjax._arrays import Pytree
 
-# The share of the old counts that is left after a pass with drafts. A row forgets half of them in four passes.
+# The share of the old counts left after a pass with drafts. A row forgets half of them in four passes.
 _DECAY = 0.85
 # The counts of a new request. A draft is verified after another one was right.
-_RIGHT, _WRONG = 0.5, 1.0
+_RIGHT = 0.5
+_WRONG = 1.0
 
 
 class DraftStats(Pytree):
     """Counts of the drafts of some requests, all [W].
 
     Attributes:
-      right: f32; drafts that were right lately, whether a pass verified them or not.
-      wrong: f32; drafts that were wrong lately.
+      right: f32; number of right drafts lately, verified or not.
+      wrong: f32; number of wrong drafts lately.
       drafted: i32; verified drafts.
-      accepted: i32; verified drafts that were right.
+      accepted: i32; verified and right drafts.
     """
 
     right: Any
@@ -42,7 +43,7 @@ class DraftStats(Pytree):
 
     @property
     def chance(self) -> jax.Array:
-        """f32[W]; the estimated probability that a draft is right, if all drafts before it are."""
+        """f32[W]; estimated probability of a right draft after right drafts."""
         return self.right / (self.right + self.wrong)
 
     def after(self, num_tried: jax.Array, num_right: jax.Array, num_drafts: jax.Array, hope: jax.Array) -> DraftStats:
@@ -50,9 +51,9 @@ class DraftStats(Pytree):
 
         Args:
           num_tried: i32[W]; drafts whose tokens are known by now.
-          num_right: i32[W]; leading drafts of these that were right.
+          num_right: i32[W]; number of right drafts before the first wrong draft.
           num_drafts: i32[W]; verified drafts.
-          hope: f32[W]; added to the right drafts of a request that tried none.
+          hope: f32[W]; added to the right drafts of a request without tried drafts.
         """
         is_tried = num_tried > 0
         kept = jnp.where(is_tried, np.float32(_DECAY), np.float32(1))
@@ -71,7 +72,7 @@ def best_drafts(
     """Chooses the likeliest drafts of all rows, at most `max_total` of them.
 
     Args:
-      chance: f32[S]; the probability that a row's draft is right, if all drafts before it are.
+      chance: f32[S]; probability of a right draft after right drafts.
       num_drafts: i32[S]; drafts of each row, at most `max_drafts`.
       max_drafts: static.
       max_total: static.
