@@ -208,10 +208,11 @@ class TurnArrays(Pytree):
         new = runs(requests.start + num_tokens_before, width)
         tokens = chosen_bits(*pick((requests.text, requests.logprobs, requests.top), new))
         scalars = jnp.stack([serving.steps - first_step, serving.onboard_slot, serving.refused])
-        fields = [*(getattr(requests, name) for name in _REQUEST_FIELDS), num_tokens_before]
+        columns = [*(getattr(requests, name) for name in _REQUEST_FIELDS), num_tokens_before]
         if requests.draft_stats is not None:
-            fields += [getattr(requests.draft_stats, name) for name in _DRAFT_FIELDS]
-        return cls(jnp.concatenate([scalars, serving.row]), jnp.stack(fields), tokens)
+            columns += [getattr(requests.draft_stats, name) for name in _DRAFT_FIELDS]
+        fields = jnp.stack(columns)
+        return cls(jnp.concatenate([scalars, serving.row]), fields, tokens)
 
     def read(self) -> TurnResult:
         """Reads the arrays on the host."""
