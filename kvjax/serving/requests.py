@@ -301,8 +301,8 @@ def init_serving(
       logits_state: a tree of arrays [W, ...]; initial state of `logits_fn` for each request.
       speculates: whether the steps have a `drafter`; then the requests have counts of their drafts.
     """
-    block_size = cache.state.spec.block_size
-    rows = cache.state.spec.max_seqs
+    spec = cache.state.spec
+    block_size = spec.block_size
     num_slots = len(max_tokens)
     slot_tokens = [static_int("max_tokens", limit, 0) for limit in max_tokens]
     capacities: Any = np.array([-(-limit // block_size) * block_size for limit in slot_tokens], np.int32)
@@ -316,11 +316,10 @@ def init_serving(
         """A new array on the host: all are moved together, without a program for each, and then donated."""
         return np.full(shape, value, dtype)
 
-    top = retention = None
+    top = None
     if static_int("top_logprobs", top_logprobs, 0):
         top = full((total, top_logprobs)), full((total, top_logprobs), dtype=np.float32)
-    if num_ranges is not None:
-        retention = Retention(full((num_slots, num_ranges, 4)), full((num_slots, 2)))
+    retention = None if num_ranges is None else Retention(full((num_slots, num_ranges, 4)), full((num_slots, 2)))
     default = Sampling(min_p=0.0 if min_p else None)
     sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), default)
     requests = Requests(
@@ -357,19 +356,18 @@ def init_serving(
     )
     state = {
         "requests": requests,
-        "row": full((rows,), -1),
-        "leads": full((rows,), False, np.bool_),
+        "row": full((spec.max_seqs,), -1),
+        "leads": full((spec.max_seqs,), False, np.bool_),
         "steps": full(()),
         "arrivals": full(()),
         "dirty": full((), False, np.bool_),
-        "skipped_steps": full((rows,)),
-        "out_of_blocks": full((rows,), False, np.bool_),
+        "skipped_steps": full((spec.max_seqs,)),
+        "out_of_blocks": full((spec.max_seqs,), False, np.bool_),
         "refused": full(()),
         "chunks_deferred": full(()),
         "onboard_slot": full((), -1),
     }
-    largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
-    width = largest if width is None else static_int("width", width, 1)
+    width = min(int(capacities.max(initial=1)), spec.max_length) if width is None else static_int("width", width, 1)
     return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
 
 
