@@ -84,7 +84,7 @@ class NGram(Drafter, static=_NAMES):
             shifted = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :size]
             last = jnp.take_along_axis(text, jnp.maximum(length - 1 - back, 0)[:, None], axis=1)
             matches = matches & (shifted == last) & (length > back)[:, None]
-            num_matched += matches
+            num_matched += matches.astype(jnp.int32)
         score = jnp.where(num_matched >= self.min_ngram, num_matched * size + end, -1)
         best = jnp.argmax(score, axis=1).astype(jnp.int32)
         is_match = jnp.max(score, axis=1) >= 0

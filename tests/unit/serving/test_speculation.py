@@ -129,7 +129,7 @@ def test_the_log_probabilities_of_a_rollout_with_drafts_are_those_of_score():
         options = {"max_new_tokens": NEW, "samples": 2, "logprobs": "raw", "scheduler": BASE["scheduler"]}
         return kvjax.rollout(MODEL, cache, prompts, lengths, drafter=drafter, seed=3, **options)
 
-    drafted, cache, _ = sample(make_cache(), Guesses.of(MODEL, VOCAB))
+    drafted, *_ = sample(make_cache(), Guesses.of(MODEL, VOCAB))
     plain, *_ = jax.jit(
         lambda cache: kvjax.rollout(
             MODEL, cache, prompts, lengths, max_new_tokens=NEW, samples=2, logprobs="raw",
