@@ -40,7 +40,10 @@ ANY = {
     "in_turn", "_loops", "_scatters", "_fusions", "_distinct", "logits_differ", "more_temporaries",
     "_drafted", "_accepted",
 }  # fmt: skip
-LEFT_OUT = {"learned_gain", "learned_low", "drawn_gain", "over_transformers", "serve_", "first_", "rewrite_", "extract_", "code_", "chat_", "recall_8"}
+LEFT_OUT = {
+    "learned_gain", "learned_low", "drawn_gain", "over_transformers", "serve_", "first_", "rewrite_", "extract_",
+    "code_", "chat_", "recall_8",
+}  # fmt: skip
 
 
 def toy(measure, bars=None, sizes=None, strict=False):
