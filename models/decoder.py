@@ -8,6 +8,7 @@ with R rows of C tokens in a call, E the width of the residual stream and P the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -225,6 +226,25 @@ def unrolled[M: Decoder](model: M) -> M:
     before, phases, after = parted(model.layers, run)
     unstacked = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
     return _with_layers(model, [*before, *unstacked, *after], None)
+
+
+def first_layers[M: Decoder](model: M, num_layers: int) -> M:
+    """Returns a model of the first layers of another, for `kvjax.serving.early_exit`.
+
+    The final norm and the vocabulary follow the last of these layers. Both models share their weights, except that the
+    layers of a scanned model are copied.
+
+    Raises:
+      ValueError: if there are not as many layers, or the family has an input for each layer.
+    """
+    if not 0 < num_layers <= len(model.config.layers):
+        raise ValueError(f"num_layers: got {num_layers}, wanted 1 to {len(model.config.layers)}")
+    if model.config.per_layer_width:
+        raise ValueError("model: got a model with an input for each layer, wanted one without them")
+    whole = unrolled(model)
+    part = _with_layers(whole, [*whole.layers][:num_layers], None)
+    part.config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])
+    return part
 
 
 def _with_layers[M: Decoder](model: M, layers: Sequence[Layer], run: Run | None) -> M:

@@ -84,6 +84,8 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
             talk.answered(output.tokens, screen.answers[0])
             stored = "" if answering.store is None else f", {output.stored_tokens} of them from the store"
             line = f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused{stored}"
+            if args.speculate:
+                line += f", {output.accepted_tokens} of {output.drafted_tokens} drafts accepted"
             _note(f"\033[2m{line}\033[0m" if sys.stderr.isatty() else line)  # dim
         return answering.end(finished=True)
 
@@ -134,6 +136,7 @@ def _parser() -> commands.Parser:
     stop = "a stop token; may be repeated (default: the checkpoint's)"
     parser.add_argument("--stop", type=number(int, 0, 2**31 - 1), action="append", default=[], metavar="ID", help=stop)
     session.add_sizes(parser, rows=f"(default: {SIZES['rows']}, in a chat 1)", length="as many, up to a power of two")
+    session.add_speculation(parser)
     commands.add_scan(parser)
     commands.add_outputs(parser)
     stores.add_store(parser)
@@ -229,7 +232,7 @@ class _Screen:
 
 
 class _Lines(_Screen):
-    """Prints a line with a JSON object for each finished prompt. With a store, it includes the tokens from there."""
+    """A line with a JSON object for each finished prompt. A store and a drafter add their numbers of tokens."""
 
     def say(self, new: str, output: kvjax.serving.Output, done: bool) -> None:
         """Prints the object."""
@@ -245,6 +248,8 @@ class _Lines(_Screen):
             **({} if self.args.store is None else {"stored_tokens": output.stored_tokens}),
             "finish": output.finish,
         }
+        if self.args.speculate:
+            fields |= {"drafted_tokens": output.drafted_tokens, "accepted_tokens": output.accepted_tokens}
         print(json.dumps(fields), flush=True)
 
 

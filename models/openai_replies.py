@@ -23,10 +23,17 @@ class Usage:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    drafted: int = 0  # verified drafts
+    accepted: int = 0
 
     def body(self, *, shows_cached: bool = True) -> dict[str, Any]:
         """The response's body, as JSON data."""
-        details = {"prompt_tokens_details": {"cached_tokens": self.cached}} if shows_cached else {}
+        details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": self.cached}} if shows_cached else {}
+        if self.drafted:
+            details["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
+            }
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

@@ -111,6 +111,7 @@ def make_parser() -> commands.Parser:
     generation = "auto takes the defaults of requests from generation_config.json (default: %(default)s)"
     parser.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=generation)
     session.add_mesh(parser)
+    session.add_speculation(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
     stores.add_store(parser)
@@ -282,6 +283,7 @@ def _engine(
             names=names,
             listener=listener,
             logits_fn=schemas.logits_fn if has_schemas else penalize,
+            drafter=session.make_drafter(args),
         )
         engine = Engine(
             model,

@@ -162,7 +162,10 @@ class ActiveRequest:
     def usage(self) -> Usage:
         """The number of tokens used so far."""
         num_cached = sum(handle.output.cached_tokens for handle in self._first_samples)
-        return Usage(self._num_prompt_tokens, sum(self._num_tokens), num_cached)
+        outputs = [handle.output for handle in self._handles]
+        num_drafted = sum(output.drafted_tokens for output in outputs)
+        num_accepted = sum(output.accepted_tokens for output in outputs)
+        return Usage(self._num_prompt_tokens, sum(self._num_tokens), num_cached, num_drafted, num_accepted)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """Yields the pieces of all choices as they arrive, each with the index of its choice."""

@@ -86,6 +86,8 @@ class Pages:
         self._per_token = histogram("request_time_per_output_token", "From a token to the next, by request.")
         self._latency = histogram("e2e_request_latency", "From a request to its end.")
         self._tokens = counter("generation_tokens", "Generated tokens.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Drafts that a pass of the model verified.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Verified drafts that are in answers.")
         self._ended = counter("request_success", "Answers that ended without a cancel or an error.", "finished_reason")
 
     def collect(self) -> list[Any]:
@@ -120,6 +122,8 @@ class Pages:
             self._queued.observe(times.admitted - times.queued)
         if piece.finish is not None:
             self._ended.labels(piece.finish).inc()
+            self._drafted.inc(handle.output.drafted_tokens)
+            self._accepted.inc(handle.output.accepted_tokens)
             if piece.num_tokens:  # otherwise a prompt was scored
                 self._latency.observe(now - times.queued)
             if piece.num_tokens > 1 and times.first_token is not None:

@@ -29,6 +29,7 @@ from .stopwatch import Stopwatch
 STEPS = 8  # in a jitted loop; after each loop, text is shown and Ctrl-C takes effect
 # {an option for the size of a cache: its default}
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
+MAX_DRAFTS = 64  # limit on --speculate
 LENGTH = 256  # tokens of a row, at least
 CHUNKS = "512, 256 or 128"  # the values of `default_chunk`
 _CHUNK_WORK = 2**35  # limit on the weights times the tokens of a chunk
@@ -68,6 +69,17 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
     if has_budget:
         text = "memory of each device for weights, K/V and steps, such as 20GiB; sets the number of blocks"
         block_options.add_argument("--budget", metavar="SIZE", type=commands.size, help=text)
+
+
+def add_speculation(parser: commands.Parser) -> None:
+    """Adds the option for `make_drafter`."""
+    text = "tokens to draft in a step from the text before; the answers stay the same (default: %(default)s, none)"
+    parser.add_argument("--speculate", metavar="N", type=number(int, 0, MAX_DRAFTS), default=0, help=text)
+
+
+def make_drafter(args: argparse.Namespace) -> kvjax.serving.Drafter | None:
+    """Makes the drafter of the option, or None."""
+    return kvjax.serving.ngram(args.speculate) if args.speculate else None
 
 
 def add_mesh(parser: commands.Parser) -> None:
@@ -184,7 +196,8 @@ class Session:
             seed=range(seed, seed + len(prompts)),
         )
         options = kvjax.serving.RunOptions(
-            steps=STEPS,
+            steps=max(STEPS, 2 * (1 + self._args.speculate)),
+            drafter=make_drafter(self._args),
             log_events=False,
             listener=self._wires.listener,
             store=self.store,

@@ -240,6 +240,19 @@ def assert_scored(request, output, kind="plain"):
         np.testing.assert_allclose([*top.values()], before[[*top]], atol=1e-4)
 
 
+def assert_alike(outputs, others, *, has_top=True):
+    """Asserts that outputs say the same, but for what was found in the cache."""
+    for output, other in zip(outputs, others, strict=True):
+        assert (output.tokens, output.finish, output.prompt_tokens) == (
+            other.tokens, other.finish, other.prompt_tokens
+        )  # fmt: skip
+        np.testing.assert_allclose(output.logprobs, other.logprobs, atol=1e-4)
+        if has_top:
+            assert [list(top) for top in output.top_logprobs] == [list(top) for top in other.top_logprobs]
+            for top, same in zip(output.top_logprobs, other.top_logprobs, strict=True):
+                np.testing.assert_allclose(list(top.values()), list(same.values()), atol=1e-4)
+
+
 def assert_chained(prompts, outputs, kind="plain"):
     """Asserts outputs to be the model's choices after their prompts, so no byte it read was wrong."""
     for prompt, output in zip(prompts, outputs, strict=True):

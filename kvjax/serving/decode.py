@@ -302,7 +302,7 @@ def compute(
         choice, state = choose(logits, rows, committed + written)
         chosen = chosen.put(SampledTokens.of(choice), step_number[0])
         rows = rows.with_state(active, state)
-        rows = _advance(rows, active, choice.tokens, choose.stop, committed + written < max_length)
+        rows = advance(rows, active, choice.tokens, choose.stop, committed + written < max_length)
         step_number = step_number + 1
         return step_number, jnp.any(rows.active & (step_number < steps)), pools, rows, written, chosen
 
@@ -317,7 +317,7 @@ def compute(
     return pools, rows, DecodeBlock(written, chosen, rows.state)
 
 
-def _advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
+def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
     """Advances the rows where bool[S] `chose` took `token` i32[S]; bool[S] `fits` says whether the row can hold it."""
     stop_columns = jnp.moveaxis(stop, -1, 0)  # each [], or [S]
     stopped = functools.reduce(operator.or_, [token == column for column in stop_columns], jnp.zeros_like(chose))

@@ -187,6 +187,7 @@ class Driver[C: AnyCache]:
             min_p=slots.min_p,
             top_logprobs=options.top_logprobs,
             logprobs=options.logprobs,
+            speculates=options.drafter is not None,
         )
         self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
         self.host_tier = HostTier(self.state, scheduler, slots.steps)
@@ -279,6 +280,7 @@ class Driver[C: AnyCache]:
             log_size=self._log_size,
             loop=options.loop,
             logits_fn=self.logits_fn,
+            drafter=options.drafter,
             fixed_steps=options.fixed_steps,
             now=state.now(),
         )
@@ -341,6 +343,9 @@ class Driver[C: AnyCache]:
             output.add(tokens, logprobs, *top)
             output.cached_tokens = result.cached[slot] if job.found_tokens is None else job.found_tokens
             output.preemptions = result.preemptions[slot]
+            if result.drafted is not None and result.accepted is not None:
+                output.drafted_tokens = result.drafted[slot]
+                output.accepted_tokens = result.accepted[slot]
             output.finish = finish
 
         if tokens or finish is not None or job.stage != stage:

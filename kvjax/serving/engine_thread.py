@@ -240,11 +240,13 @@ class EngineThread(threading.Thread):
     def _choose_steps(self) -> int:
         """Chooses the steps of the next turn. While a row is free it is a single step, so a new request starts soon."""
         running = self._running
+        drafter = self._options.drafter
+        fewest = min(1 if drafter is None else 1 + drafter.num_tokens, self._slots.steps)  # a pass has space for drafts
         if len(running) < self.spec.max_seqs:
-            return 1
+            return fewest
         if not any(job.handle.is_streaming for job in running):
             return self._slots.steps
-        return int(min(max(PACE / self._step_seconds, 1), self._slots.steps))
+        return int(min(max(PACE / self._step_seconds, fewest), self._slots.steps))
 
     def _update_pace(self, output: StepOutput) -> None:
         """Updates the mean time of a step. Short turns, whose steps take longer, have less weight."""

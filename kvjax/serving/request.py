@@ -25,6 +25,7 @@ from kvjax.serving.constraints import initial_state
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds, seed_key
+from kvjax.serving.speculation import Drafter
 from kvjax.spec import CacheSpec
 from kvjax.stores.disk import DiskStore
 from kvjax.verbs._request import check_retention
@@ -228,6 +229,8 @@ class RunOptions:
         the end of the run, the listener gets a snapshot in place of all missed events, see `kvjax.events.Listeners`.
         Any other exception ends the run like Ctrl-C. The listener must not read the cache, which the running loop has
         taken. To see the metadata together with the events, use `progress.state` of a `stream`. None means no listener.
+      drafter: guesses the next tokens of rows, such as `kvjax.serving.ngram` makes. Tokens stay the same, and a pass of
+        the model may bring several. `steps` then count tokens of the fastest row. None disables it.
 
     Raises:
       ValueError: naming the attribute.
@@ -245,6 +248,7 @@ class RunOptions:
     store: DiskStore | None = None
     log_events: bool = True
     listener: Listener | None = None
+    drafter: Drafter | None = None
 
     def __post_init__(self):
         if not isinstance(self.scheduler, Scheduler):
@@ -258,6 +262,8 @@ class RunOptions:
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
         if not isinstance(self.store, DiskStore | None):
             raise ValueError(f"store: got {self.store!r:.80}, wanted a kvjax.stores.DiskStore or None")
+        if not isinstance(self.drafter, Drafter | None):
+            raise ValueError(f"drafter: got {reprlib.repr(self.drafter)}, wanted a kvjax.serving.Drafter or None")
         if not isinstance(self.names, Namespaces | None):
             raise ValueError(f"names: got {reprlib.repr(self.names)}, wanted a kvjax.Namespaces or None")
 

@@ -30,6 +30,7 @@ from kvjax.checks import static_int
 from kvjax.events.records import Named
 from kvjax.policies.retention import Retention
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.speculation_stats import DraftStats
 
 
 class Stage(Named):
@@ -94,6 +95,7 @@ class Requests(Pytree):
       onboard: bool[W]; whether blocks on the host are brought back before the request is admitted.
       finish: i32[W]; a `Finish`.
       cached: i32[W]; number of tokens found in the cache when the request was first admitted.
+      draft_stats: leaves [W]; counts of each request's drafts. None without a drafter.
       submitted, admitted, first_token, ended: i32[W]; number of model steps before the event; -1 if it has not
         happened.
     """
@@ -127,6 +129,7 @@ class Requests(Pytree):
     first_token: jax.Array
     ended: jax.Array
     logits_state: Any = None
+    draft_stats: DraftStats | None = None
 
     @property
     def size(self) -> int:
@@ -280,6 +283,7 @@ def init_serving(
     top_logprobs: int = 0,
     logprobs: str = "raw",
     logits_state: Any = None,
+    speculates: bool = False,
 ) -> Serving:
     """Makes empty slots for requests, W = len(max_tokens), over a cache.
 
@@ -296,6 +300,7 @@ def init_serving(
       top_logprobs: T; see `RunOptions`.
       logprobs: static; see `RunOptions`.
       logits_state: a tree of arrays [W, ...]; initial state of `logits_fn` for each request.
+      speculates: whether the steps have a `drafter`; then the requests have counts of their drafts.
     """
     block_size = cache.state.spec.block_size
     rows = cache.state.spec.max_seqs
@@ -310,7 +315,9 @@ def init_serving(
     num_top = static_int("top_logprobs", top_logprobs, 0)
     requests = _empty_requests(capacities, total, block_size, num_stop_tokens, num_ranges, default, num_top)
     state = {
-        "requests": requests.replace(logits_state=logits_state),
+        "requests": requests.replace(
+            logits_state=logits_state, draft_stats=DraftStats.start(len(slot_tokens)) if speculates else None
+        ),
         "row": np.full(rows, -1, np.int32),
         "leads": np.zeros(rows, np.bool_),
         "steps": np.zeros((), np.int32),
@@ -398,6 +405,8 @@ class Output:
       cached_tokens: number of prompt tokens found in the cache, and not computed, when the prompt was first admitted.
       stored_tokens: number of cached tokens from the store in this generation.
       preemptions: number of times it gave its row up and waited again.
+      drafted_tokens: number of drafts that a pass verified; 0 without a drafter.
+      accepted_tokens: number of verified drafts that are in `tokens`, each of which saved a step.
       replica: number of its replica. None without replicas.
       finish: "stop" (a stop token), "length" (all `max_new_tokens`), "row_full", "no_blocks", "cancelled" or
         "bad_request". None while it runs, or if the generation was interrupted.
@@ -415,6 +424,8 @@ class Output:
     prompt_logprobs: list[float | None] = dataclasses.field(default_factory=list)
     prompt_ranks: list[int | None] = dataclasses.field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def add(
         self, tokens: list[int], logprobs: list[float], top_tokens: Sequence = (), top_logprobs: Sequence = ()
@@ -440,6 +451,9 @@ def results(serving: Serving) -> dict[tuple[int, int], Output]:
             preemptions=int(requests.preemptions[slot]),
             finish=finish_of(requests.finish[slot]),
         )
+        if (stats := requests.draft_stats) is not None:
+            output.drafted_tokens = int(stats.drafted[slot])
+            output.accepted_tokens = int(stats.accepted[slot])
         top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
         output.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
         outputs[slot, int(requests.generation[slot])] = output

@@ -26,6 +26,7 @@ from kvjax.serving.preempt import retire
 from kvjax.serving.requests import Finish, Serving, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.serving.serve import serve
+from kvjax.serving.speculation import Drafter
 from kvjax.serving.submit import cancel, submit
 from kvjax.spec import CacheSpec
 from pallas_kernels.loops import while_loop
@@ -76,6 +77,7 @@ def rollout(
     logprobs: Literal["sampling", "raw"] = "sampling",
     logits_fn: LogitsFn | None = None,
     logits_state: Any = None,
+    drafter: Drafter | None = None,
     scheduler: Scheduler | None = None,
     log: Log = None,
     now: Any = 0,
@@ -112,6 +114,7 @@ def rollout(
       logits_state: a tree of arrays [B, ...], such as the state of a grammar. Each completion begins with its prompt's
         state. `logits_fn` gets the states of the rows [S, ...] as a fourth argument and returns (logits, new states).
         None means the `initial_state` of `logits_fn`, if it has one.
+      drafter: guesses the next tokens; see `RunOptions`. None disables it.
       scheduler: static. None means `Scheduler()`. With its option `canonical`, the bits of a completion depend neither
         on the cache nor on other requests.
       log: a `rollout_log` for the events. The rollout ends if the log may be too small for the next step. None disables
@@ -162,6 +165,7 @@ def rollout(
         logprobs=logprobs,
         logits_state=each(logits_state),
         min_p=sampling.min_p is not None,
+        speculates=drafter is not None,
     )
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
     kept_rows = jnp.full((num_outputs,), -1, jnp.int32) if keep_rows else None
@@ -182,7 +186,7 @@ def rollout(
         logits_state=each(logits_state),
     )
 
-    serving, log = _run(model, serving, log, scheduler, logits_fn, generations, integers("now", now, ()))
+    serving, log = _run(model, serving, log, scheduler, logits_fn, drafter, generations, integers("now", now, ()))
     flat = _completions(serving, status, each(lengths), max_new)
     completions = jax.tree.map(lambda x: x.reshape(num_prompts, num_samples, *x.shape[1:]), flat)
     return completions, serving.cache, log
@@ -205,6 +209,7 @@ def _run(
     log: Log,
     scheduler: Scheduler,
     logits_fn: LogitsFn | None,
+    drafter: Drafter | None,
     generations: jax.Array,
     now: jax.Array,
 ) -> tuple[Serving, Log]:
@@ -213,7 +218,8 @@ def _run(
     def turn(carry):
         serving, log, _ = carry
         steps = serving.steps
-        serving, log = serve(model, serving, log, scheduler=scheduler, steps=1 << 30, logits_fn=logits_fn, now=now)
+        options: dict[str, Any] = {"scheduler": scheduler, "logits_fn": logits_fn, "drafter": drafter, "now": now}
+        serving, log = serve(model, serving, log, steps=1 << 30, **options)
         # A loop also ends if blocks were refused in spite of the count. The next loop preempts.
         return serving, log, serving.busy & ((serving.steps > steps) | (serving.refused == 1))
 

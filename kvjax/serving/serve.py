@@ -30,11 +30,21 @@ from kvjax.pools.device import Pools
 from kvjax.pools.views import View
 from kvjax.serving.admit import Admitted, admit
 from kvjax.serving.capacity import admission_events, worst_step
-from kvjax.serving.decode import DecodeBlock, LogitsFn, SampledTokens, Sampler, append_events, compute, grow, rows_of
+from kvjax.serving.decode import (
+    DecodeBlock,
+    LogitsFn,
+    SampledTokens,
+    Sampler,
+    append_events,
+    compute,
+    grow,
+    rows_of,
+)
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import Retired, retire, swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
+from kvjax.serving.speculation import Drafter, decode_block
 from pallas_kernels.loops import while_loop
 
 
@@ -57,6 +67,7 @@ def serve_step(
     scheduler: Scheduler,
     steps: int | jax.Array | None = None,
     logits_fn: LogitsFn | None = None,
+    drafter: Drafter | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Served]:
@@ -69,6 +80,7 @@ def serve_step(
       scheduler: static.
       steps: i32[]; maximum decode steps. None means the steps of a block.
       logits_fn: see `RunOptions`.
+      drafter: see `RunOptions`; the requests then have `draft_stats`.
       fixed_steps: static; see `RunOptions`.
       now: i32[] ms.
     """
@@ -114,7 +126,15 @@ def serve_step(
 
     nothing = DecodeBlock(jnp.zeros_like(new), SampledTokens.none(new.shape[0], k, requests.num_top), rows.state)
     start = cache.pools, nothing
-    pools, written = once(jnp.any(decode & ~decodes_in_mixed), block, start) if fixed_steps else block(start)
+    if drafter is not None:
+        options: dict[str, Any] = {"fixed_steps": fixed_steps, "canonical": scheduler.canonical}
+        pools, written, serving = decode_block(
+            model, serving, rows, new, block_steps, k, drafter=drafter, logits_fn=logits_fn, **options
+        )
+    elif fixed_steps:
+        pools, written = once(jnp.any(decode & ~decodes_in_mixed), block, start)
+    else:
+        pools, written = block(start)
     serving = serving.with_logits_state(written.state)
     num_written = jnp.where(decodes_in_mixed, decode.astype(jnp.int32), written.count)
     is_from_mixed = ~decode[:, None] if scheduler.canonical else mixed
@@ -198,6 +218,7 @@ def serve(
     scheduler: Scheduler,
     steps: int | jax.Array,
     logits_fn: LogitsFn | None = None,
+    drafter: Drafter | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log]:
@@ -229,6 +250,7 @@ def serve(
             scheduler=scheduler,
             steps=end - serving.steps,
             logits_fn=logits_fn,
+            drafter=drafter,
             fixed_steps=fixed_steps,
             now=now,
         )

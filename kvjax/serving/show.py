@@ -107,6 +107,7 @@ def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
             state = f"waits for the prompt of request {requests.parent[slot]}"
         else:
             state = "decodes" if pending == 1 and not leads else f"{pending:,} pending"
+        state += _drafts(requests, slot)
         state += f"{', leads samples' if leads else ''}{', out of blocks' if out_of_blocks else ''}"
         yield _Line(f"row {row}", int(slot), f"{_num_tokens(requests, slot)}: {state}", int(committed))
 
@@ -127,7 +128,16 @@ def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
         if stage in _OVER and slot not in in_rows:
             finish = finish_of(requests.finish[slot])
             num_generated = requests.num_tokens[slot] - requests.prompt[slot]
-            yield _Line("over", slot, f"{finish}, {num_generated:,} generated, {requests.cached[slot]:,} cached")
+            state = f"{finish}, {num_generated:,} generated, {requests.cached[slot]:,} cached"
+            yield _Line("over", slot, state + _drafts(requests, slot))
+
+
+def _drafts(requests: Any, slot: int) -> str:
+    """The part of a request's state about its drafts, if it has any."""
+    stats = requests.draft_stats
+    if stats is None or not stats.drafted[slot]:
+        return ""
+    return f", {stats.accepted[slot]:,} of {stats.drafted[slot]:,} drafts accepted"
 
 
 def _tokens(line: _Line, requests: Any, block_size: int, per_letter: int) -> str:

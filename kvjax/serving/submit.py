@@ -19,6 +19,7 @@ from kvjax.serving.capacity import max_blocks, sample_blocks
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.speculation_stats import DraftStats
 from kvjax.spec import Kind
 from kvjax.state import CacheState, Text
 from kvjax.verbs._request import first_failure
@@ -134,6 +135,8 @@ def submit(
         raise ValueError("sampling: got a Sampling, wanted None (init_serving had greedy=True)")
     if requests.logits_state is not None:
         requests = requests.at(slots, is_accepted, logits_state=logits_state)
+    if requests.draft_stats is not None:
+        requests = requests.at(slots, is_accepted, draft_stats=DraftStats.start(num_entries))
     requests = _write_retention(requests, slots, is_accepted, retention)
     serving = serving.replace(
         requests=requests, arrivals=serving.arrivals + count(is_accepted), dirty=serving.dirty | jnp.any(is_accepted)

@@ -48,6 +48,7 @@ from kvjax.serving.engine_thread import EngineThread
 from kvjax.stores import DiskStore
 from kvjax.tiered import joined
 from tests.constraint_kit import LIMITS, Grammar
+from tests.drafters import Guesses
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import (
     ROWS,
@@ -95,6 +96,7 @@ class Serves(Config):
       replicas: whether `Replicas` serve.
       penalties: whether requests have penalties, biases and a min-p.
       grammars: whether requests may have a grammar.
+      drafts: whether there is a drafter, whose drafts are right, wrong and random in turn.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -105,6 +107,7 @@ class Serves(Config):
     replicas: bool = False
     penalties: bool = False
     grammars: bool = False
+    drafts: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)
@@ -207,8 +210,13 @@ class Served(Life):
         listener = Listeners(self.follow, *listeners)
         return RunOptions(
             scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
-            log_events=False, listener=listener, logits_fn=self.logits_fn, **options,
+            log_events=False, listener=listener, logits_fn=self.logits_fn, drafter=self.drafter, **options,
         )  # fmt: skip
+
+    @property
+    def drafter(self) -> Any:
+        """A drafter of the model, with another mode after each turn of the clock."""
+        return Guesses.of(self.model, VOCAB, self.time % 3) if self.config.drafts else None
 
     # The cache goes to a driver and comes back.
 
@@ -378,6 +386,8 @@ class Served(Life):
             self.tally["under a grammar preempted"] += output.preemptions
         self.check_scores(request, space, output)
         self.tally["generated"] += len(new)
+        self.tally["accepted drafts"] += output.accepted_tokens
+        self.tally["rejected drafts"] += output.drafted_tokens - output.accepted_tokens
         self.tally["preempted"] += output.preemptions
         self.tally["generate hit"] += output.cached_tokens > 0
         self.tally["from the store"] += output.stored_tokens > 0
@@ -526,6 +536,7 @@ class Served(Life):
             self._note_salt(salt, handle.job.namespace)
             self.space_of[prompt[0]] = handle.job.namespace
         thread._model = thread.driver._model = self.model
+        thread.driver._options = dataclasses.replace(thread.driver._options, drafter=self.drafter)
         self.requests += [Sent(request, one, sample) for sample, one in enumerate(handle.samples)]
 
     def _note_salt(self, salt: str, number: int) -> None:
@@ -732,6 +743,10 @@ CONFIGS = {
     "windows, int8": Serves(
         (FULL, (6, 1)), dtype="int8", policy=priority(), options={"retention": True}, limits={"num_ranges": 2}
     ),
+    "drafts": Serves(scheduler=SHORT, penalties=True, grammars=True, drafts=True),
+    "drafts, host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, drafts=True),
+    "drafts, windows, int8": Serves((FULL, (6, 1)), dtype="int8", drafts=True),
+    "drafts, recurrent, latents": Serves((FULL, bytes_machine.RECURRENT, bytes_machine.LATENT), drafts=True),
     "recurrent, host": Serves((FULL, bytes_machine.RECURRENT, bytes_machine.LATENT), host=5, scheduler=SHORT),
 }
 

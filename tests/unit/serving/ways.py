@@ -25,7 +25,8 @@ from kvjax.serving import (
     Request,
     RunOptions,
 )
-from tests.serving_kit import BASE, BLOCKS, MODEL, NEW, NUM_STOP_TOKENS, empty, make_spec, streams_of
+from tests.drafters import Guesses
+from tests.serving_kit import BASE, BLOCKS, MODEL, NEW, NUM_STOP_TOKENS, VOCAB, empty, make_spec, streams_of
 
 
 class Session:
@@ -93,6 +94,13 @@ class Session:
         outputs, cache, self.decoded = kvjax.run_batch(MODEL, cache, requests, RunOptions(**options))
         self.caches = [cache]
         return outputs
+
+
+class Drafted(Session):
+    """`run_batch` with random drafts: each pass may write several tokens of a row."""
+
+    def serve(self, requests, options):
+        return super().serve(requests, options | {"drafter": Guesses.of(MODEL, VOCAB)})
 
 
 class Generates(Session):
@@ -210,5 +218,5 @@ _rollout = jax.jit(
 )
 WAYS = {
     "generate": Generates, "stream": Streams, "run_batch": Session, "Engine": Engines, "Replicas": InReplicas,
-    "rollout": Rollouts,
+    "rollout": Rollouts, "drafts": Drafted,
 }  # fmt: skip
