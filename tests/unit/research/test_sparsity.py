@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparsity policies: what each reads, against the same rules in plain Python; and models that run with them."""
+"""Sparsity policies against the same rules in plain Python, and models that run with them."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ SPEC = kvjax.make_spec(
 
 @pytest.fixture(scope="module")
 def steps():
-    """The scores of a prompt without its last two tokens, of that before the last one and of the last one."""
+    """The scores of a prompt without its last two tokens, and of two steps with a token each."""
     rng = np.random.default_rng(0)
     pools = kvjax.init_pools(SPEC)
     pools = pools.with_pool(0, 0, jnp.asarray(rng.standard_normal(pools.arrays[0][0].shape), jnp.float32))
@@ -50,7 +50,7 @@ def steps():
 
 
 def best(score, count, taken):
-    """The columns that a row reads: those taken, and of the others those with the highest score."""
+    """The columns that a row reads: all taken, and the best of the others."""
     others = sorted(set(range(len(score))) - taken, key=lambda column: -score[column])
     return taken | set(others[: max(count - len(taken), 0)])
 
@@ -173,11 +173,10 @@ def test_a_scan_of_layers_refuses_a_policy_with_a_state(model):
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=4, max_seqs=1, max_length=16, block_size=4, dtype="float32")
     state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(8), 8)
     policy = sparsity.h2o()
+    options = {"policy": policy, "budget": 0.5, "states": sparsity.init_states(policy, spec)}
+    given = np.zeros((1, 8), np.int32), kvjax.init_pools(spec), kvjax.view(state, 8)
     with pytest.raises(ValueError, match="model: got a scan of layers, wanted an unrolled model"):
-        sparsity.call_sparse(
-            scanned, np.zeros((1, 8), np.int32), kvjax.init_pools(spec), kvjax.view(state, 8), policy=policy,
-            budget=0.5, states=sparsity.init_states(policy, spec),
-        )  # fmt: skip
+        sparsity.call_sparse(scanned, *given, **options)
 
 
 @row("`with press(model)`")

@@ -54,7 +54,7 @@ def test_each_row_of_the_page_has_a_test_which_uses_what_it_names():
     tests = {**of_rows(path), **of_rows(path.with_name("test_vocabulary_verbs.py")), **of_rows(studies)}
     assert sorted(theirs for theirs, _ in rows) == sorted(tests)
     for theirs, ours in rows:
-        names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", ours)))
+        names = re.findall(r"[a-zA-Z_]\w*", " ".join(re.findall(r"`([^`]+)`", ours)))
         assert names and all(re.search(rf"\b{name}\b", tests[theirs]) for name in names), (theirs, names)
 
 
