@@ -16,7 +16,7 @@ from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit
 from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
-from kvjax.spec import GroupSpec
+from kvjax.spec import CacheSpec
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
 
@@ -95,14 +95,7 @@ def attend(
     _check(q, array, view, window, soft_cap, sinks, layer, context)
     view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
-    group_spec = pools.spec.groups[group]
-    table = view.tables[group]
-    lengths = view.lengths_of(group)
-    sink_options = {}
-    if window is not None and group_spec.sink_tokens:
-        sink_options["sink_tokens"] = group_spec.sink_tokens
-        if not view.is_packed(group):
-            table, lengths = _beside_window(table, lengths, view.num_tokens, group_spec, pools.spec.block_size)
+    table, lengths, sink_options = _seen(view, group, pools.spec, window)
     is_decode = view.starts is None and q.shape[1] == 1
     decodes = view.num_decode_rows
     call = functools.partial(
@@ -159,15 +152,25 @@ def attend(
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 
 
-def _beside_window(
-    table: jax.Array, lengths: jax.Array, num_tokens: jax.Array, spec: GroupSpec, block_size: int
-) -> tuple[jax.Array, jax.Array]:
-    """A window group's table i32[R, M] without the columns between its sinks and its window, and the new lengths."""
-    num_sinks = -(-spec.sink_tokens // block_size)
-    gap = jnp.maximum(spec.first_column(lengths - num_tokens, block_size) - num_sinks, 0)
+def _seen(view: View, group: int, spec: CacheSpec, window: int | None) -> tuple[jax.Array, jax.Array, dict[str, int]]:
+    """A group's table and lengths, and the kernels' option for sinks.
+
+    With sinks the table lacks the columns between them and the window.
+    """
+    table = view.tables[group]
+    lengths = view.lengths_of(group)
+    group_spec = spec.groups[group]
+    if window is None or not group_spec.sink_tokens:
+        return table, lengths, {}
+    options = {"sink_tokens": group_spec.sink_tokens}
+    if view.is_packed(group):
+        return table, lengths, options
+    num_sinks = -(-group_spec.sink_tokens // spec.block_size)
+    first_column = group_spec.first_column(lengths - view.num_tokens, spec.block_size)
+    gap = jnp.maximum(first_column - num_sinks, 0)
     column = np.arange(table.shape[1], dtype=np.int32)[None]
     column = column + jnp.where(column < num_sinks, 0, gap[:, None])
-    return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * block_size
+    return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * spec.block_size, options
 
 
 def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:

@@ -166,7 +166,9 @@ def _keys(pool: jax.Array, index: jax.Array | int, scales: jax.Array | None, tab
     """The keys f32[M, K, P, D] of the blocks of a row's table i32[M]."""
     rows = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
     keys = pool.at[table, index, 0].get(**rows).astype(jnp.float32)
-    return keys if scales is None else keys * scales.at[table, index, 0].get(**rows)[..., None]
+    for scale in jax.tree.leaves(scales):  # a quantised pool has one array of them, others none
+        keys = keys * scale.at[table, index, 0].get(**rows)[..., None]
+    return keys
 
 
 def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
