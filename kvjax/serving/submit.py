@@ -58,8 +58,8 @@ def submit(
       sampling: leaves [R], or scalars for all entries. None means greedy.
       stop_tokens: i32[K'] for all, or i32[R, K'], at most K; padded with -1.
       retention: arrays with a leading axis R, at most the `num_ranges` of `init_serving`.
-      sample_of: i32[R]; an earlier entry of the batch with the same prompt, to make this entry another sample of it; or
-        -1. Both run at the same time and share the computation of the prompt.
+      sample_of: i32[R]; an earlier entry of the batch with the same prompt, to make this entry another sample of it, or
+        -1 for none. Both run at the same time and share the computation of the prompt.
       logits_state: a tree of arrays [R, ...]; state that `logits_fn` gets with the first logits of each request.
 
     Returns:
