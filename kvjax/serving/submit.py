@@ -67,8 +67,8 @@ def submit(
       status is the first that applies. BAD_REQUEST: no tokens, negative tokens or more tokens than there are, nothing
       to generate, or a sample with another prompt. The status of the parent, if it was refused. HELD: no slot is empty.
       ROW_FULL: the request does not fit into a row or its slot, or its samples have no rows. NO_BLOCKS: the request and
-        its samples do not fit into the cache next to the pinned blocks, even if they run alone and share as many pinned
-        blocks as possible. A refused entry takes no slot.
+      its samples do not fit into the cache next to the pinned blocks, even if they run alone and share as many pinned
+      blocks as possible. A refused entry takes no slot.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
