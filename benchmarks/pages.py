@@ -25,7 +25,7 @@ from benchmarks.common import BENCHMARKS, ROOT, Bar, Benchmark
 
 GROUPS = {
     "Metadata and verbs": ("bookkeeping", "compile", "memory"),
-    "Attention and loops": ("attention", "decode_loop", "scan", "sampling", "constrained", "kinds"),
+    "Attention and loops": ("attention", "sparse", "decode_loop", "scan", "sampling", "constrained", "kinds"),
     "Batches, servers and training": ("serving", "engine", "replicas", "replay", "rollout"),
     "Stores and moves": ("stores", "offload"),
     "Readers of events": ("events",),

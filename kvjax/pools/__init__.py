@@ -6,7 +6,8 @@ from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.recurrent import recur
 from kvjax.pools.rotary import rope_write
-from kvjax.pools.selection import select_blocks
+from kvjax.pools.scores import block_mass, key_bounds
+from kvjax.pools.selection import select_blocks, sparse_attention
 from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
@@ -16,14 +17,17 @@ __all__ = [
     "View",
     "apply",
     "attend",
+    "block_mass",
     "init_host_pools",
     "init_pools",
+    "key_bounds",
     "mixed",
     "move",
     "ragged",
     "recur",
     "rope_write",
     "select_blocks",
+    "sparse_attention",
     "view",
     "write",
 ]

@@ -14,6 +14,7 @@ import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit
+from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
 from kvjax.spec import GroupSpec
 
@@ -85,12 +86,14 @@ def attend(
       [3.0, 3.0, 5.0]
     """
     check_fit(pools, view)
+    given_index = index
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     context = pools.context(group)
     q = floats("q", q)
     window = None if window is None else static_int("window", window, 1)
     sinks = None if sinks is None else floats("sinks", sinks)
     _check(q, array, view, window, soft_cap, sinks, layer, context)
+    view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
     group_spec = pools.spec.groups[group]
     table = view.tables[group]

@@ -3,11 +3,52 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.checks import flags, static_int
 from kvjax.pools.views import View, packed
+
+_chosen_by = jax.make_user_context(None)  # a part of the keys of jax's caches
+
+
+def sparse_attention(choose: Callable[..., View]) -> contextlib.AbstractContextManager[None]:
+    """A context of model calls in which the layers with full attention read the blocks that a function chooses.
+
+    `attend` calls `choose(q, pools, layer, view, index=, scale=, soft_cap=)`, with arguments that `block_mass` takes
+    too, and reads the view that it returns. Layers with windows read all blocks as before. A jitted function is traced
+    anew for each `choose`, so use one function for many calls.
+
+    Args:
+      choose: a function to return `select_blocks` of the view, or the view itself.
+
+    Example:
+      >>> spec = kvjax.make_spec(
+      ...     [kvjax.LayerSpec(1, 2)], num_blocks=8, max_seqs=1, max_length=32, block_size=4, dtype="float32"
+      ... )
+      >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(12), 12)
+      >>> view, v = kvjax.view(state, 12), jnp.arange(24.0).reshape(1, 12, 1, 2)
+      >>> pools = kvjax.write(kvjax.init_pools(spec), 0, jnp.zeros_like(v), v, view)
+      >>> state, _ = kvjax.commit(state, np.arange(12)[None], [11])
+      >>> def first_block(q, pools, layer, view, **options):
+      ...     return kvjax.pools.select_blocks(view, np.arange(8) < 1)
+      >>> with kvjax.pools.sparse_attention(first_block):  # equal scores: the mean of blocks 0 and 2
+      ...     out = kvjax.attend(jnp.zeros((1, 1, 1, 2)), pools, 0, kvjax.view(state, 1))
+      >>> float(out[0, 0, 0, 0]), float(v[0, [0, 1, 2, 3, 8, 9, 10, 11], 0, 0].mean())
+      (11.0, 11.0)
+    """
+    return _chosen_by(choose)
+
+
+def chosen_view(view: View, window: int | None, *args: Any, **options: Any) -> View:
+    """The view that a layer reads: the view itself, except in a context of `sparse_attention`."""
+    choose = _chosen_by.value
+    return view if choose is None or window is not None else choose(*args, view, **options)
 
 
 def select_blocks(view: View, columns: ArrayLike, group: int = 0) -> View:
