@@ -10,10 +10,11 @@ used again, at which age, and their properties at the release before:
     uses       uses of the block itself, in 7 ranges                     the blocks of a shared prefix
     gap        age of the conversation's last block, in powers of two    an agent's steps follow each other quickly
 
-Each value has a share of blocks used again, so a block has log odds: a sum over its four values. They choose
-its level on release, from 0 to 7. The ages at reuse are a histogram for all levels, and a level multiplies it. Histogram
-and multiplier give the expected hits per block and time at each age, f32[LEVELS, AGES]. The levels are the classes of a
-`by_class`, so the oldest leaves of eight queues are compared.
+Each value has a share of blocks used again, so a block has log odds: a sum over its four values. They choose its level
+on release, from 0 to 7. The ages at reuse are a histogram for all levels, and a level multiplies it. Histogram and
+multiplier give the expected hits per block and time at each age, f32[LEVELS, AGES]. The levels are the classes of a
+`by_class`, so the oldest leaves of eight queues are compared. LRU would evict the oldest of them. Another leaves in its
+place if its density is below 0.6 times as much.
 
 Ages are readings of `Blocks.clock`: blocks released or published since. All counts are halved every 64 turnovers of the
 cache. The policy has no parameter, no training, and needs no time.
@@ -48,6 +49,7 @@ _SLOTS = 16  # remembered contents, for each block of the cache
 _HALF_LIFE = 64  # turnovers of the cache
 _HORIZON = 16  # turnovers of the cache; a hit farther in the future counts e times less
 _REQUESTS = 4  # a value's share of reuse is drawn to the average, as if by average requests
+_OLDEST = 0.6  # the density of the oldest head is multiplied by this
 _CAUTION = 0.7  # the four properties are not independent, so their log odds are added with this weight
 
 
@@ -138,8 +140,11 @@ def _class_of(blocks: Blocks, ids: jax.Array, memory: Memory) -> jax.Array:
 
 
 def _density_of(blocks: Blocks, heads: jax.Array, memory: Memory) -> jax.Array:
-    """f32[C]; see `by_class`. Between the beginnings of two ranges of ages it is interpolated."""
-    age = (blocks.clock - pick(blocks.released, heads))[:LEVELS]
+    """f32[C]; see `by_class`. Between the beginnings of two ranges of ages it is interpolated.
+
+    LRU's choice, the oldest head, leaves unless another head is clearly worse.
+    """
+    age = jnp.where(heads >= 0, blocks.clock - pick(blocks.released, heads), -1)[:LEVELS]
     index = age_range(age)
     level = np.arange(LEVELS, dtype=np.int32)
     begin = pick(jnp.asarray(_LIMITS), index)
@@ -147,6 +152,7 @@ def _density_of(blocks: Blocks, heads: jax.Array, memory: Memory) -> jax.Array:
     here = pick(memory.density, (level, index))
     after = pick(memory.density, (level, jnp.minimum(index + 1, AGES - 1)))
     density = here + (after - here) * (age.astype(jnp.float32) - begin) / (end - begin)
+    density *= jnp.where(age == jnp.max(age), _OLDEST, 1)
     return jnp.append(density, jnp.float32(-1))
 
 
