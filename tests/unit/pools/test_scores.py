@@ -14,7 +14,8 @@ def step(kind, form, dtype="float32", **mesh):
     """Queries, the pools with all K/V, the view of the last tokens, and the K/V as the pools hold them."""
     kv, pools = kv_of(kind), written(kind, form, dtype, **mesh)
     now = FORMS[form][0](states(kind, form)[1]).replace(spec=pools.spec)
-    pools = jax.jit(lambda pools: write(pools, 0, *on_view(kv, now, FORMS[form][2]), now))(pools)
+    lines = on_view(kv, now, FORMS[form][2])
+    pools = jax.jit(lambda pools: write(pools, 0, *lines, now))(pools)
     q = np.random.default_rng(2).standard_normal((*now.positions.shape, HEADS, kv.shape[-1])).astype(np.float32)
     return q, pools, now, stored(kv, dtype)
 
