@@ -6,7 +6,7 @@ from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.recurrent import recur
 from kvjax.pools.rotary import rope_write
-from kvjax.pools.views import View, mixed, ragged, view
+from kvjax.pools.views import View, mixed, ragged, rest, view
 
 __all__ = [
     "HostPools",
@@ -21,6 +21,7 @@ __all__ = [
     "move",
     "ragged",
     "recur",
+    "rest",
     "rope_write",
     "view",
     "write",

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.checks import static_options
 from kvjax.debug.invariants import check
-from kvjax.events.mirror import Mirror, fold, index_of, to_list
+from kvjax.events.mirror import Mirror, Node, fold, index_of, to_list
 from kvjax.events.records import COLUMNS, EventKind, Events, Records, Status
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
@@ -133,7 +133,12 @@ class Trial:
         return events
 
     def apply(
-        self, fn: Callable[..., Any], *args: Any, partial: bool = False, cut: Mapping[int, int] | None = None
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        partial: bool = False,
+        cut: Mapping[int, int] | None = None,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> Any:
         """Carries out a composite of verbs, and verifies the cache afterwards as `do` does after a request.
 
@@ -157,6 +162,8 @@ class Trial:
           partial: whether `fn` may be done in part. By default nothing may have changed if any status is not OK. With
             `partial`, nothing may have changed if no status is OK.
           cut: {row: remaining tokens} of rows cut back by `truncate`, so the same tokens are new again.
+          prompts: all prompts that `fn` computes. With them, a stored text must be the beginning of a prompt, or go on
+            after a whole prompt. A prompt committed from its start after a hit is neither.
 
         Returns:
           The events of `fn`, on the host.
@@ -177,6 +184,7 @@ class Trial:
             after = jax.device_get(state)
             new = {node: entry for node, entry in self.mirror.nodes.items() if node not in mirror.nodes}
             adopt(self._expected, before, after, new, events, cut or {})
+            self._verify_prompts(new, prompts)
             self.verify()
         except (AssertionError, ValueError) as error:
             raise AssertionError(f"{name}: {error}") from error
@@ -206,6 +214,14 @@ class Trial:
         self._verify_rows(state)
         self._verify_cached(state)
         self._verify_holders(state)
+
+    def _verify_prompts(self, new: Mapping[Node, tuple], prompts: Sequence[Sequence[int]]) -> None:
+        """Verifies the stored texts: each begins or continues a prompt, if prompts are given."""
+        texts = [list(prompt) for prompt in prompts]
+        for (_, block, _), (_, path, *_) in new.items():
+            text = [token for token, _ in self._expected.items(path)]
+            belongs = any(text[: len(prompt)] == prompt[: len(text)] for prompt in texts)
+            assert belongs or not texts, f"block {block} was stored as the text {text}, which continues no prompt"
 
     def _verify_index(self) -> None:
         """Verifies the fold law."""

@@ -101,7 +101,7 @@ def test_nothing_else_imports_the_wires():
 
 
 def test_what_kvjax_exports_is_short_and_hides_no_module():
-    assert len(kvjax.__all__) == len(set(kvjax.__all__)) <= 48
+    assert len(kvjax.__all__) == len(set(kvjax.__all__)) <= 49  # `rest` stands in every loop after an `admit`
     modules = {path.stem for path in HOUSE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert not modules & set(kvjax.__all__)
     assert not any(isinstance(getattr(kvjax, name), types.ModuleType) for name in kvjax.__all__)
