@@ -37,6 +37,7 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.prompt_scores import PromptScores, Step
 from kvjax.serving.request import INSIDE, Request, RunOptions
 from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
+from kvjax.serving.shortages import ShortageLog, explain
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Job, Slots, TurnArrays, TurnResult, apply, stacked, turn
 from kvjax.spec import CacheSpec
@@ -198,6 +199,7 @@ class Driver[C: AnyCache]:
         self._generations = [0] * len(slots.max_tokens)
         self._started: deque[_StartedLoop] = deque()
         self._submissions: deque[_Submission] = deque()
+        self._shortages = ShortageLog()
         self._loop_number = 0
         step_events = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
         usual_events = slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2
@@ -232,7 +234,7 @@ class Driver[C: AnyCache]:
         for job in jobs:
             if is_refused or (step is Step.DONE and not job.request.max_new_tokens):
                 job.stage = Stage.DONE
-                job.end("no_blocks" if is_refused else "length")
+                job.end("no_blocks" if is_refused else "length", self._reason(job) if is_refused else None)
         return step
 
     def submit(self, jobs: Sequence[Job], cancelled: Sequence[Job] = ()) -> None:
@@ -292,7 +294,8 @@ class Driver[C: AnyCache]:
             _, jobs, statuses = self._submissions.popleft()
             for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then come empty entries
                 if status != Status.OK:
-                    job.end(Status(status).name.lower())
+                    is_refused = status == Status.NO_BLOCKS
+                    job.end(Status(status).name.lower(), self._reason(job) if is_refused else None)
                     self._release(job, job.generation)
 
     def read(self) -> StepOutput:
@@ -336,8 +339,14 @@ class Driver[C: AnyCache]:
         logprobs = result.logprobs[slot, :num_new].tolist()
         top = [] if result.top is None else [column[slot, :num_new].tolist() for column in result.top]
 
+        if result.preemptions[slot] > job.output.preemptions and not self._shortages.has("was preempted"):
+            reason = explain(self.state.cache.state, self._scheduler, num_tokens)
+            self._shortages.write("was preempted", job.number, reason)
+        reason = self._reason(job) if finish == "no_blocks" else None
+
         def change(output: Output) -> None:
             output.add(tokens, logprobs, *top)
+            output.reason = reason
             output.cached_tokens = result.cached[slot] if job.found_tokens is None else job.found_tokens
             output.preemptions = result.preemptions[slot]
             output.finish = finish
@@ -345,6 +354,12 @@ class Driver[C: AnyCache]:
         if tokens or finish is not None or job.stage != stage:
             job.change(change)
         return tokens
+
+    def _reason(self, job: Job) -> str:
+        """Why a request ends for lack of blocks, for its output. The first of a run is also in the log."""
+        reason = explain(self.state.cache.state, self._scheduler, len(job.tokens) + job.request.max_new_tokens)
+        self._shortages.write("ended with no_blocks", job.number, reason)
+        return reason
 
     def _release(self, job: Job, generation: int) -> None:
         """Takes the slot of a request drained by the loop. The slot's next request gets this generation."""

@@ -386,6 +386,7 @@ class Output:
       replica: number of its replica. None without replicas.
       finish: "stop" (a stop token), "length" (`max_new_tokens` are there), "row_full", "no_blocks", "cancelled" or
         "bad_request". None while it goes on, and if the generation was interrupted.
+      reason: for "no_blocks", the group that lacks blocks, with the blocks wanted and there. None for any other finish.
     """
 
     prompt_tokens: int
@@ -400,6 +401,7 @@ class Output:
     prompt_logprobs: list[float | None] = dataclasses.field(default_factory=list)
     prompt_ranks: list[int | None] = dataclasses.field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
+    reason: str | None = dataclasses.field(default=None, compare=False)  # depends on the other requests of a run
 
     def add(
         self, tokens: list[int], logprobs: list[float], top_tokens: Sequence = (), top_logprobs: Sequence = ()
