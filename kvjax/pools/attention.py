@@ -52,7 +52,8 @@ def attend(
       view: the positions of the tokens.
       index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None uses the layer's index.
       scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
-      window: a token attends to the last `window` tokens, itself included. None means no limit.
+      window: None means the window of the layer's `LayerSpec`. If the layer has none, each token attends to the last
+        `window` tokens only, itself included.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
       sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
       return_lse: whether to return the logarithm of the softmax's denominator too.
@@ -83,7 +84,7 @@ def attend(
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     context = pools.context(group)
     q = floats("q", q)
-    window = None if window is None else static_int("window", window, 1)
+    window = _window_of(pools.spec.groups[group].window, window, layer)
     sinks = None if sinks is None else floats("sinks", sinks)
     _check(q, array, view, window, soft_cap, sinks, layer, context)
     shape = q.shape
@@ -140,6 +141,16 @@ def attend(
         axes = {"q": MeshAxes(2), "pool": pool_axes, "scales": pool_axes, "sinks": MeshAxes(0)}
         result = pools.over_devices(group, compute, operands, axes, (result_axes,) * 2 if return_lse else result_axes)
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+
+
+def _window_of(of_layer: int | None, given: int | None, layer: int | jax.Array) -> int | None:
+    """The window of a layer: its spec's, whose earlier blocks are gone, or the given window if its spec has none."""
+    given = None if given is None else static_int("window", given, 1)
+    if of_layer is None:
+        return given
+    if given not in (None, of_layer):
+        raise ValueError(f"window: got {given} for layer {layer}, wanted {of_layer} as in its LayerSpec, or None")
+    return of_layer
 
 
 def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
