@@ -13,6 +13,7 @@ import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit
+from kvjax.pools.lineage import note_read
 from kvjax.pools.views import View
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
@@ -81,7 +82,9 @@ def attend(
       [3.0, 3.0, 5.0]
     """
     check_fit(pools, view)
+    given_index = index
     group, pool, index, array, spec = attention_pool(pools, layer, index)
+    note_read(pools, (group, pool), layer, given_index)
     context = pools.context(group)
     q = floats("q", q)
     window = _window_of(pools.spec.groups[group].window, window, layer)
