@@ -84,12 +84,21 @@ def test_pools_of_several_groups_are_told_apart(mistake):
         step(model_of(mistake), "windows")
 
 
-def test_a_model_that_writes_nothing_is_named():
-    nothing = jax.tree_util.Partial(lambda tokens, pools, view, *, last: (jnp.zeros((1, 9)), pools))
-    with pytest.raises(ValueError, match=r"^model: got pools with layers \[\] written, wanted layers 0, 1, 2 too"):
-        step(nothing)
-    cache = kvjax.Cache.create(kvjax.make_spec(num_blocks=4, max_seqs=1, max_length=16, block_size=4))
-    jax.eval_shape(lambda cache: kvjax.step(nothing, cache, np.zeros((1, 2), np.int32), np.array([2])), cache)
+@pytest.mark.parametrize("written", [(), (0,), (0, 2)])
+def test_layers_without_a_write_are_named_if_the_model_uses_the_cache(written):
+    def model(tokens, pools, view, *, last):
+        h = jnp.zeros((*tokens.shape, 1, 8))
+        for layer in written:
+            pools = kvjax.write(pools, layer, h, h, view)
+        return jnp.zeros((1, 9)), pools
+
+    if not written:
+        step(jax.tree_util.Partial(model))
+        return
+    missing = sorted({0, 1, 2} - {*written})
+    words = f"layer{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} too"
+    with pytest.raises(ValueError, match=rf"^model: got pools with layers .* written, wanted {words}: a model writes"):
+        step(jax.tree_util.Partial(model))
 
 
 def scanned(weights, tokens, pools, view, *, last):
