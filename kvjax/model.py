@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.pools.device import Pools
-from kvjax.pools.lineage import LineageError, recording
+from kvjax.pools.lineage import LineageError, Probe, recording
 from kvjax.pools.views import View
 
 # Flax's errors for layers that draw random numbers, count, or keep averages.
@@ -107,15 +107,17 @@ def _forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: ja
     return result
 
 
-def call(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None) -> tuple[jax.Array, Pools]:
-    """Calls the model as `Model` describes. Returns its logits and pools.
+def call(
+    model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None, probe: Probe | None = None
+) -> tuple[jax.Array, Pools]:
+    """Calls the model as `Model` describes. Returns its logits and pools. A `probe` sees its layers.
 
     Raises:
       ValueError: if the model has another signature or result, cannot give all logits, loses K/V, or reads K/V that
         it has not written.
     """
     try:
-        with recording(pools) as lineage:
+        with recording(pools, probe) as lineage:
             result = model(tokens, pools, view, last=last)
     except LineageError:
         raise

@@ -13,7 +13,7 @@ import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit
-from kvjax.pools.lineage import note_read
+from kvjax.pools.lineage import note, note_read, probed_scale
 from kvjax.pools.views import View
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
@@ -95,7 +95,7 @@ def attend(
     decodes = view.num_decode_rows
     call = functools.partial(
         pallas_kernels.call,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=probed_scale(layer, q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-1]),
         window=window,
         soft_cap=soft_cap,
         values=spec.values,
@@ -143,7 +143,9 @@ def attend(
         result_axes = MeshAxes(1)
         axes = {"q": MeshAxes(2), "pool": pool_axes, "scales": pool_axes, "sinks": MeshAxes(0)}
         result = pools.over_devices(group, compute, operands, axes, (result_axes,) * 2 if return_lse else result_axes)
-    return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+    result = jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+    note(layer, q=q, out=result[0] if return_lse else result)
+    return result
 
 
 def _window_of(of_layer: int | None, given: int | None, layer: int | jax.Array) -> int | None:

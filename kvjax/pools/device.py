@@ -32,7 +32,7 @@ from kvjax.checks import floats
 from kvjax.events.records import EventKind, Events, Records
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
-from kvjax.pools.lineage import note_write
+from kvjax.pools.lineage import note_write, probed_kv
 from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
@@ -293,6 +293,7 @@ def write(
         k, v = checked_kv(view, array, layer, k=k, v=v)
     else:
         (k,) = checked_kv(view, array, layer, k=k)
+    k, v = probed_kv(layer, k, v)
     scales = pools.scales_of(group, pool)
     slots = view.slots[group]
     context = pools.context(group)

@@ -65,10 +65,34 @@ class _Pool:
             )
 
 
+class Probe:
+    """An experiment with a model call: notes the arrays of each layer, and may change them.
+
+    Attributes:
+      noted: {(name, layer): array}; q, k, v and the results of attention, in the order of the call. Arrays inside of a
+        transformation such as `scan` are missing.
+    """
+
+    def __init__(self) -> None:
+        self.noted: dict[tuple[str, Any], Any] = {}
+
+    def kv(self, layer: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """The keys and values to write."""
+        del layer
+        return k, v
+
+    def scale(self, layer: Any, scale: float, width: int) -> float:
+        """The factor on the scores."""
+        del layer, width
+        return scale
+
+
 class Lineage:
     """The pools of a model call."""
 
-    def __init__(self, pools: Any):
+    def __init__(self, pools: Any, probe: Probe | None):
+        self.probe = probe
+        self.trace = getattr(next((array for _, array in _arrays(pools)), None), "_trace", None)
         self._pools = {key: _Pool(array) for key, array in _arrays(pools)}
         self._spec = pools.spec
         self._is_used = False
@@ -167,9 +191,9 @@ _recordings = _Recordings()
 
 
 @contextlib.contextmanager
-def recording(pools: Any) -> Iterator[Lineage]:
+def recording(pools: Any, probe: Probe | None = None) -> Iterator[Lineage]:
     """Records the writes and reads of a model call."""
-    lineage = Lineage(pools)
+    lineage = Lineage(pools, probe)
     _recordings.calls.append(lineage)
     try:
         yield lineage
@@ -180,6 +204,30 @@ def recording(pools: Any) -> Iterator[Lineage]:
 def present() -> Lineage | None:
     """The innermost model call of this thread. None outside of a call."""
     return _recordings.calls[-1] if _recordings.calls else None
+
+
+def note(layer: Any, **arrays: Any) -> None:
+    """Notes arrays of a layer, if a probe wants them."""
+    lineage = present()
+    if lineage is None or lineage.probe is None:
+        return
+    for name, array in arrays.items():
+        if getattr(array, "_trace", None) is lineage.trace and not isinstance(layer, Tracer):
+            lineage.probe.noted[name, layer] = array
+
+
+def probed_kv(layer: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """The keys and values to write: the model's own, unless a probe changes them."""
+    lineage = present()
+    k, v = (k, v) if lineage is None or lineage.probe is None else lineage.probe.kv(layer, k, v)
+    note(layer, k=k, v=v)
+    return k, v
+
+
+def probed_scale(layer: Any, scale: float, width: int) -> float:
+    """The factor on the scores: the model's own, unless a probe changes it."""
+    lineage = present()
+    return scale if lineage is None or lineage.probe is None else lineage.probe.scale(layer, scale, width)
 
 
 def note_write(pools: Any, written: Any, key: _Key, layer: Any, index: Any) -> Any:

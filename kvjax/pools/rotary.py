@@ -11,7 +11,7 @@ import pallas_kernels
 from kvjax.checks import floats
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, own_slots, write
-from kvjax.pools.lineage import note_write
+from kvjax.pools.lineage import note_write, probed_kv
 from kvjax.pools.views import View
 from pallas_kernels.rotary import rotate
 
@@ -64,6 +64,7 @@ def rope_write(
     if 2 * angles[0].shape[-1] < q.shape[-1]:
         pools = write(pools, layer, rotate(k, angles), v, view, index=index, implementation=implementation)
         return rotate(q, angles), pools
+    k, v = probed_kv(layer, k, v)
     scales = pools.scales_of(group, pool)
     context = pools.context(group)
 
