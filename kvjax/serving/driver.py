@@ -40,6 +40,7 @@ from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_servi
 from kvjax.serving.shortages import ShortageLog, explain
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Job, Slots, TurnArrays, TurnResult, apply, stacked, turn
+from kvjax.serving.weights import Weights, known
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -165,6 +166,7 @@ class Driver[C: AnyCache]:
     ):
         """Makes empty slots. `cache` is donated to the first loop, and requests get rows where bool[S] `own_rows`."""
         self._model = model
+        self._weights = Weights(model)
         self._options = options
         self._scheduler = scheduler
         self._slots = slots
@@ -188,7 +190,9 @@ class Driver[C: AnyCache]:
             top_logprobs=options.top_logprobs,
             logprobs=options.logprobs,
         )
+        weights = known(cache.state)
         self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
+        self.state.weights = weights
         self.host_tier = HostTier(self.state, scheduler, slots.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
         self._scores = PromptScores(
@@ -243,6 +247,7 @@ class Driver[C: AnyCache]:
             job.slot = self._free.popleft()
             job.generation = self._generations[job.slot]
             job.first_loop = self._loop_number
+            self.state.weights[job.namespace] = self._weights
             self.active[job.slot] = job
         arguments = self._slots.arguments(jobs, self.num_rows)
         ends = self._slots.ends(cancelled)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conformance kit: requests, and a self-verifying cache.
+"""A conformance kit: checks of models and policies, requests, and a self-verifying cache.
 
     from kvjax.testing import check_policy
     check_policy(kvjax.by_score(lambda blocks: blocks.fill))

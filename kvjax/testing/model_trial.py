@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.model import call
+from kvjax.model import call, forward
 from kvjax.model import check_model as check_pytree
 from kvjax.pools.device import Pools, init_pools
 from kvjax.pools.lineage import Probe
@@ -143,9 +143,11 @@ class _Trial:
         tokens = np.zeros((1, self.length), np.int32)
         last = np.zeros(1, np.int32)
         try:
-            logits, _ = jax.eval_shape(call, model, tokens, pools, self._view({0: self.length}), last)
+            logits, _ = jax.eval_shape(forward, model, tokens, pools, self._view({0: self.length}), last)
         except ValueError as error:
-            raise AssertionError(str(error)) from error
+            is_outside = str(error).startswith("view: got one of a cache with")  # the trial has a cache of its own
+            outside = "pools: the model takes pools from outside of its call, wanted its argument `pools`"
+            raise AssertionError(outside if is_outside else str(error)) from error
         self.vocabulary = logits.shape[-1]
         self.text = self.rng.integers(0, self.vocabulary, self.length).astype(np.int32)
         self.others = [self.rng.integers(0, self.vocabulary, self.length).astype(np.int32) for _ in range(ROWS - 1)]
@@ -356,7 +358,9 @@ class _Trial:
 
     def compare_with(self, reference: Callable[[jax.Array], jax.Array]) -> None:
         """Compares all logits with a model without a cache. Tries changes that would explain a difference."""
-        wanted = np.asarray(jax.jit(reference)(self.text[None]), np.float32).reshape(self.length, -1)
+        wanted = np.asarray(jax.jit(lambda tokens: reference(tokens))(self.text[None]), np.float32).reshape(
+            self.length, -1
+        )
         way = "all at once, from the reference"
         errors = [self._error(got, want) for got, want in zip(self.base.logits, wanted, strict=True)]
         self.errors[way] = max(errors)
