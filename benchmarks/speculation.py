@@ -83,7 +83,7 @@ TASKS = {
 def prompts_of(tokenizer: Any, task: str, num_rows: int) -> list[list[int]]:
     """Different prompts of a task, in the chat format of SmolLM2."""
     turns = []
-    for number, text in zip(range(num_rows), itertools.cycle(TASKS[task])):
+    for number, text in zip(range(num_rows), itertools.cycle(TASKS[task]), strict=False):
         name = f"You are assistant {number}. " if number > 1 else ""
         turns.append(f"<|im_start|>user\n{name}{text}<|im_end|>\n<|im_start|>assistant\n")
     return [tokenizer.encode(turn, add_special_tokens=False).ids for turn in turns]
@@ -121,7 +121,7 @@ class Answers:
         return [output.tokens for output in self.outputs]
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "checkpoint": ("", ""), "num_tokens": 6, "max_drafts": 16, "pass_cost": 0.7, "max_new_tokens": (128, 8),
     "rows": ([1, 8], [1]),
 }  # fmt: skip
@@ -136,8 +136,8 @@ def measure(size):
     if size.checkpoint:
         tasks = {task: functools.partial(prompts_of, tokenizer, task) for task in TASKS}
     drafter = ngram(size.num_tokens, max_drafts=size.max_drafts, pass_cost=size.pass_cost)
-    for num_rows, (task, make_prompts) in itertools.product(size.rows, tasks.items()):
-        answers = Answers(model, make_prompts(num_rows), size.max_new_tokens, stop_tokens)
+    for num_rows, task in itertools.product(size.rows, tasks):
+        answers = Answers(model, tasks[task](num_rows), size.max_new_tokens, stop_tokens)
         name = f"{task}_{num_rows}"
         programs = {name: functools.partial(answers.run, each) for name, each in (("plain", None), ("ngram", drafter))}
         took, tokens = common.in_turns(programs, size.rounds, same=lambda a, b: a == b)

@@ -22,7 +22,7 @@ under the model. Here it is accepted if the row's own random numbers choose it, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class Drafts(NamedTuple):
     pools: Pools
 
 
-class Drafter(Pytree):
+class Drafter(Pytree, static=("num_tokens",)):
     """The base class of drafters. A subclass is a pytree with a static `num_tokens`, and has a pure method `propose`.
 
     Attributes:
@@ -103,6 +103,8 @@ class Drafter(Pytree):
       ([5, 6, 7, 8, 9, 10, 11, 12], True)
     """
 
+    num_tokens: int
+
     max_drafts = None
     pass_cost = 0.5
     window = 0
@@ -114,7 +116,7 @@ class Drafter(Pytree):
 
     def limits(self, num_rows: int, k: int) -> tuple[int, int]:
         """The maximum drafts of a row and of all rows, for blocks of k steps."""
-        per_row = min(self.num_tokens, k - 1)  # pyright: ignore[reportAttributeAccessIssue]
+        per_row = min(self.num_tokens, k - 1)
         total = num_rows * per_row
         return per_row, total if self.max_drafts is None else min(self.max_drafts, total)
 
@@ -275,7 +277,7 @@ class _Block(NamedTuple):
         """Adds the chosen tokens of a pass, and counts the drafts."""
         _, _, rows, written, chosen, text, stats = progress
         row_index = np.arange(written.size, dtype=np.int32)
-        column = np.arange(1 + self.max_drafts, dtype=np.int32)[None]
+        column: Any = np.arange(1 + self.max_drafts, dtype=np.int32)[None]
         active = plan.active
         tokens = result.chosen.tokens
         num_accepted = jnp.where(active, result.num_accepted, 0)

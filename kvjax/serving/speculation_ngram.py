@@ -57,7 +57,6 @@ def ngram(
 class NGram(Drafter, static=_NAMES):
     """See `ngram`."""
 
-    num_tokens: int
     max_ngram: int
     min_ngram: int
     window: int
