@@ -22,7 +22,7 @@ under the model. Here it is accepted if the row's own random numbers choose it, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +80,10 @@ class Drafter(Pytree, static=("num_tokens",)):
 
     Attributes:
       num_tokens: static; maximum drafts of a row in a pass.
-      max_drafts: static; maximum drafts of all rows in a pass. None means `num_tokens` for each row.
+      max_drafts: static; maximum drafts of all rows in a pass, which computes as many positions more than a plain step.
+        None means `num_tokens` for each row.
       pass_cost: static; additional time of a wide pass, as a share of a plain step's time. A pass verifies drafts only
-        if they are expected to bring as many tokens more.
+        if they are expected to bring as many tokens more, as a share of the rows' tokens.
       window: static; number of each row's latest tokens in `Drafting.text`.
       hope: static; makes a drafter try again. Each token without a draft adds as many right drafts to the statistics.
         0 suits a drafter without costs of its own: it proposes drafts for every pass, verified or not.
@@ -105,10 +106,10 @@ class Drafter(Pytree, static=("num_tokens",)):
 
     num_tokens: int
 
-    max_drafts = None
-    pass_cost = 0.5
-    window = 0
-    hope = 0.0
+    max_drafts: ClassVar[int | None] = 16
+    pass_cost: ClassVar[float] = 0.7
+    window: ClassVar[int] = 0
+    hope: ClassVar[float] = 0.0
 
     def propose(self, drafting: Drafting) -> Drafts:
         """Guesses the next tokens of rows where bool[S] `drafting.wanted`. The others have no guesses."""

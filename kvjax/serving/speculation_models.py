@@ -26,8 +26,8 @@ def draft_model(
     *,
     first_layer: int,
     num_tokens: int = 3,
-    max_drafts: int | None = None,
-    pass_cost: float = 0.5,
+    max_drafts: int | None = 16,
+    pass_cost: float = 0.7,
 ) -> tuple[Model, Drafter]:
     """Makes a drafter of a smaller model with the same vocabulary, and a model to write the K/V of both.
 
@@ -59,7 +59,7 @@ def draft_model(
     return _Joint(model, draft), ModelDrafter(num_tokens, draft, max_drafts, pass_cost)
 
 
-def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = None, pass_cost: float = 0.5) -> Drafter:
+def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = 16, pass_cost: float = 0.7) -> Drafter:
     """Makes a drafter of a model's first layers, which share the K/V of the whole model.
 
     The whole model then overwrites the K/V of the drafts, so the cache needs no more space.

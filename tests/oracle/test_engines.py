@@ -81,7 +81,7 @@ def test_turns_of_engines_and_batches_are_those_of_the_oracle(name, k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "canonical"])  # each pass of it is wide
 def test_turns_with_wrong_drafts_are_those_of_the_oracle(name):
     """No pass verifies drafts after wrong drafts, so blocks, events and finishes are those without a drafter."""
     tally = collections.Counter()
