@@ -5,7 +5,7 @@ The contract's way "drafts" runs all its cases with random drafts, and `oracle/e
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +185,7 @@ def test_ngrams_are_looked_up_as_by_hand():
     for _ in range(40):
         texts = [rng.integers(0, 3, rng.integers(1, 20)).tolist() for _ in range(3)]
         padded = np.stack([np.pad(text, (0, 30 - len(text)), constant_values=1) for text in texts]).astype(np.int32)
-        length = np.array([len(text) for text in texts], np.int32)
+        length = jnp.array([len(text) for text in texts], jnp.int32)
         rows: Any = None
         drafting = Drafting(cache, rows, jnp.ones(3, bool), jnp.zeros(3), jnp.asarray(padded), length, rows)
         drafts = drafter.propose(drafting)
@@ -204,7 +204,7 @@ def test_ngrams_are_looked_up_as_by_hand():
         (lambda: ngram(4, window=3), "window: got 3"),
         (lambda: ngram(4, max_drafts=0), "max_drafts: got 0"),
         (lambda: ngram(4, pass_cost=-1), "pass_cost: got -1, wanted a number of at least 0"),
-        (lambda: RunOptions(drafter=4), "drafter: got 4, wanted a kvjax.serving.Drafter or None"),
+        (lambda: RunOptions(drafter=cast(Any, 4)), "drafter: got 4, wanted a kvjax.serving.Drafter or None"),
     ],
 )
 def test_errors_name_the_argument(make, message):
