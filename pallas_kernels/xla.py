@@ -18,6 +18,8 @@ contents never reach a result.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,7 @@ def rope_append(
     layer: jax.Array | int,
     slots: jax.Array,
     scales: jax.Array | None = None,
+    append: Callable[..., Any] | None = None,
 ):
     """Rotates Q and K by their tokens' positions, and writes K and V into their slots as `append_kv`.
 
@@ -101,6 +104,7 @@ def rope_append(
       layer: i32[].
       slots: i32[T]; see `append_kv`.
       scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place if donated.
+      append: a function to write K and V. Defaults to `append_kv`.
 
     Returns:
       The rotated q, also for dropped tokens, the pool, and with `scales` the scales. Rotated vectors are rounded to
@@ -108,12 +112,17 @@ def rope_append(
     """
     # Rotated before the reshape: with other axes XLA would fuse the norms before it differently, with other bits.
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (rotate(k, (cos, sin)), v))
-    written = append_kv(pool, layer, k, v, slots, scales)
+    written = (append or append_kv)(pool, layer, k, v, slots, scales)
     return rotate(q, (cos, sin)), *((written,) if scales is None else written)
 
 
 def copy_blocks(
-    pool: jax.Array, sources: jax.Array, targets: jax.Array, count: jax.Array, tokens: jax.Array | None = None
+    pool: jax.Array,
+    sources: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+    tokens: jax.Array | None = None,
+    as_rows: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Copies blocks inside a pool, in order, in place if the pool is donated. Costs `count` copies.
 
@@ -123,7 +132,9 @@ def copy_blocks(
       targets: i32[E]; pool rows.
       count: i32[]; the number of leading entries to copy.
       tokens: i32[E]; the number of leading slots of each block to copy. None means whole blocks.
+      as_rows: a function that gives the pool the shape in which its blocks are copied. Defaults to a CPU's best shape.
     """
+    as_rows = as_rows or _as_rows
 
     def copy(i, rows):
         block = lax.dynamic_index_in_dim(rows, sources[i], allow_negative_indices=False)
@@ -133,7 +144,7 @@ def copy_blocks(
             block = jnp.where(slot.reshape(block.shape) < tokens[i], block, old)
         return lax.dynamic_update_index_in_dim(rows, block, targets[i], 0, allow_negative_indices=False)
 
-    return lax.fori_loop(0, count, copy, _as_rows(pool)).reshape(pool.shape)
+    return lax.fori_loop(0, count, copy, as_rows(pool)).reshape(pool.shape)
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
@@ -163,7 +174,13 @@ def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
     return matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False).reshape(-1, *shape, size, width)
 
 
-def scatter_blocks(pool: jax.Array, staged: jax.Array, blocks: jax.Array, count: jax.Array) -> jax.Array:
+def scatter_blocks(
+    pool: jax.Array,
+    staged: jax.Array,
+    blocks: jax.Array,
+    count: jax.Array,
+    as_rows: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
     """Writes stacked blocks into a pool, in place if the pool is donated. Costs `count` blocks.
 
     Args:
@@ -171,11 +188,13 @@ def scatter_blocks(pool: jax.Array, staged: jax.Array, blocks: jax.Array, count:
       staged: [B, L, 2, K, P, D], or [B, L, 2, K, P].
       blocks: i32[B]; pool rows.
       count: i32[]; the number of leading entries to write.
+      as_rows: as in `copy_blocks`.
     """
-    staged = staged.reshape(-1, *_as_rows(pool).shape[1:])
+    as_rows = as_rows or _as_rows
+    staged = staged.reshape(-1, *as_rows(pool).shape[1:])
 
     def put(i, rows):
         block = lax.dynamic_index_in_dim(staged, i, allow_negative_indices=False)
         return lax.dynamic_update_index_in_dim(rows, block, blocks[i], 0, allow_negative_indices=False)
 
-    return lax.fori_loop(0, count, put, _as_rows(pool)).reshape(pool.shape)
+    return lax.fori_loop(0, count, put, as_rows(pool)).reshape(pool.shape)
