@@ -7,8 +7,8 @@ array, even in a program that touches a few rows. So these functions keep the ax
     pool.reshape(N + 1, -1)          a copy of the pool     pool[row]                          a copy of a block
     pool[block, layer, :, :, slot]   turns the pool         pool[block, layer, kv, head, slot] writes rows of D
 
-Heads narrower than 128 make XLA store a pool block-minor: each block is spread over all of it. `append_kv` and
-`gather_blocks` refuse such a pool. XLA serves it, and copies it.
+A pool of heads narrower than 128 is an exception. XLA stores it block-minor, so each block is spread over all of it,
+and turns it in programs that read or write K/V.
 """
 
 from __future__ import annotations
@@ -23,13 +23,9 @@ from pallas_kernels.quantise import quantise
 
 __all__ = ["append_kv", "copy_blocks", "gather_blocks", "rope_append", "scatter_blocks"]
 
-# The number of elements side by side in a tile.
-LANES = 128
-
 
 def append_kv(pool, layer, k, v, slots, scales=None):
     """Equals `xla.append_kv`. Writes a row of D at a time."""
-    check_width(pool)
     scratch = pool.shape[0] - 1
     parts, heads, size = pool.shape[2:5]
     block = slots // size
@@ -62,15 +58,4 @@ scatter_blocks = functools.partial(xla.scatter_blocks, as_rows=_axes_kept)
 
 def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
     """Equals `xla.gather_blocks`."""
-    check_width(pool)
     return pool.at[blocks].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def check_width(pool: jax.Array) -> None:
-    """Raises NotImplementedError for a pool whose rows are narrower than a tile."""
-    width = pool.shape[-1]
-    if pool.ndim > 5 and width % LANES:
-        padded = -(-width // LANES) * LANES
-        raise NotImplementedError(
-            f"tpu: got heads of width {width}, wanted a multiple of {LANES}: pad q, k and v with zeros to {padded}"
-        )

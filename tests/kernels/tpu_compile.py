@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles programs for a TPU on a machine that has none: `python -m tests.kernels.tpu_compile TARGET CASE [CASE ...]`.
+
+Needs libtpu, which `make tpu-check` installs into an environment of its own. Each case's result is a line of JSON: the
+bytes of its pools and of its temporaries, the bytes of its code, the seconds to compile, and its collectives. A case
+that ends with "mesh" is divided over the four chips of a 2 x 2 slice by kv heads, and its bytes are of one chip.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvjax
+import pallas_kernels
+from kvjax.pools import stage
+from kvjax.pools.device import Pools
+from kvjax.pools.placement import Placement
+from kvjax.serving.decode import Rows, decode, decode_log
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
+from models.placement import partition_spec
+
+# Slices of four chips. A v4 and a v5p also have a third axis.
+TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, BLOCKS, MOVED = 16, 32, 8, 128, 2048, 4, 1024, 8
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def spec_of(width=WIDTH, kv_heads=KV_HEADS, **options) -> kvjax.CacheSpec:
+    layers = [kvjax.LayerSpec(kv_heads, width)] * LAYERS
+    options = {"num_blocks": BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "block_size": 16, **options}
+    return kvjax.make_spec(layers, **options)
+
+
+def cache_of(**options) -> kvjax.Cache:
+    return jax.eval_shape(lambda: kvjax.Cache.create(spec_of(**options)))
+
+
+def admit(**options):
+    """A prompt of 1,024 tokens enters, with the copies of blocks."""
+
+    def run(cache, tokens, length, row):
+        return cache.admit(row, tokens, length)
+
+    return run, (cache_of(**options), i32(1024), i32(), i32()), (0,)
+
+
+def gather(**options):
+    return lambda pools, rows: stage.gather(pools, [rows]), (cache_of(**options).pools, i32(MOVED)), ()
+
+
+def scatter(**options):
+    def run(pools, staged, rows, count):
+        return stage.scatter(pools, staged, [rows], [count])
+
+    pools = cache_of(**options).pools
+    staged = jax.eval_shape(lambda pools: stage.gather(pools, [jnp.zeros(MOVED, jnp.int32)]), pools)
+    return run, (pools, staged, i32(MOVED), i32()), (0,)
+
+
+def write(width=WIDTH, **options):
+    """The K/V of 64 tokens each of two rows enter a layer."""
+
+    def run(cache, k, v, counts, rows):
+        return cache.replace(pools=kvjax.write(cache.pools, 1, k, v, cache.view(counts, 64, rows)))
+
+    kv = bf16(2, 64, KV_HEADS, width)
+    return run, (cache_of(width=width, **options), kv, kv, i32(2), i32(2)), (0,)
+
+
+def small_llama(width=WIDTH) -> Any:
+    """A decoder with few weights: XLA turns some of them, which counts among the temporaries."""
+    config = ModelConfig("llama", 1024, 512, 1024, HEADS, (LayerConfig(KV_HEADS, width),) * LAYERS)
+    return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
+def block(width=WIDTH, steps=8, **options):
+    """A block of decode steps: extend, eight times view, rope_write, attend and a choice of tokens, commit, trim."""
+    cache = cache_of(width=width, **options)
+    flags = jax.ShapeDtypeStruct((ROWS,), jnp.bool_)
+    rows = Rows(i32(ROWS), flags, i32(ROWS), jax.ShapeDtypeStruct((ROWS,), jnp.uint32))
+    log = jax.eval_shape(lambda: decode_log(cache.state.spec, steps))
+
+    def run(model, cache, rows, log, stop):
+        return decode(model, cache, rows, log, steps=steps, stop=stop, sampling=None, k=steps)
+
+    return run, (small_llama(width), cache, rows, log, i32(2)), (1, 3)
+
+
+def step(width=WIDTH, **options):
+    """A step of `kvjax.step`: 64 tokens each of two rows."""
+    return kvjax.step, (small_llama(width), cache_of(width=width, **options), i32(2, 64), i32(2), i32(2)), (1,)
+
+
+CASES = {
+    "admit": admit,
+    "gather": gather,
+    "scatter": scatter,
+    "write": write,
+    "block": block,
+    "step": step,
+    **{f"{case.__name__}_int8": functools.partial(case, dtype="int8") for case in (admit, gather, scatter, write)},
+    "block_int8": functools.partial(block, dtype="int8"),
+    **{f"{case.__name__}_mesh": case for case in (admit, gather, scatter, write, block, step)},
+}
+
+
+def on_tpus(topology, args, is_mesh: bool):
+    """The arguments on the first chip, or divided by kv heads over a mesh of all four; and the mesh."""
+    if not is_mesh:
+        mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), args
+        ), mesh
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(4,), axis_names=("x",))
+
+    def put(x, partition):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, partition))
+
+    def put_weight(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return put(x, partition_spec(name, x.shape, mesh, "x"))
+
+    def put_part(part):
+        if isinstance(part, Pools):
+            part = part.replace(placement=Placement(mesh.abstract_mesh, "x"))
+        if isinstance(part, Pools | stage.Staged):
+            return jax.tree.map(lambda x: put(x, P(None, None, None, "x")), part)
+        if isinstance(part, Decoder):
+            return jax.tree_util.tree_map_with_path(put_weight, part)
+        return put(part, P())
+
+    return jax.tree.map(put_part, args, is_leaf=lambda x: isinstance(x, Pools | stage.Staged | Decoder)), mesh
+
+
+def collectives(text: str) -> list[str]:
+    """The operations between chips in a compiled program, each with the part of the model that it belongs to."""
+    pattern = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
+    matches = [(match[1], line) for line in text.splitlines() if (match := re.search(pattern, line))]
+    places = [re.search(r"layer\d+/\w+", line) or re.search(r'op_name="[^"]*"', line) for _, line in matches]
+    return [f"{kind} in {place[0] if place else 'no place'}" for (kind, _), place in zip(matches, places, strict=True)]
+
+
+def measure(target: str, case: str) -> dict[str, Any]:
+    """Compiles a case, and returns its measurements."""
+    function, args, donate = CASES[case]()
+    topology = topologies.get_topology_desc(TARGETS[target], "tpu")
+    args, mesh = on_tpus(topology, args, case.endswith("mesh"))
+    with pallas_kernels.lowering_for("tpu"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    begin = time.monotonic()
+    compiled = lowered.compile()
+    seconds = time.monotonic() - begin
+    memory = compiled.memory_analysis()
+    pools = [part for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Pools)) if isinstance(part, Pools)]
+    arrays = [x for part in pools for x in jax.tree.leaves(part)]
+    sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays]
+    return {
+        "case": case,
+        "pool": sum(sizes),
+        "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "seconds": round(seconds, 1),
+        "collectives": sorted(collectives(compiled.as_text())),
+    }
+
+
+def prepare() -> None:
+    """Settings of a process that compiles for TPUs: libtpu asks no machine of Google's for its own description."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+
+if __name__ == "__main__":
+    prepare()
+    for name in sys.argv[2:]:
+        print(json.dumps(measure(sys.argv[1], name)), flush=True)
