@@ -35,6 +35,8 @@ from models.placement import partition_spec
 
 # Slices of four chips. A v4 and a v5p also have a third axis.
 TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LIMIT = 0.2  # of the pools' bytes, for temporaries
+WITH_MODEL = "block", "step"  # the first words of cases
 ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, BLOCKS, MOVED = 16, 32, 8, 128, 2048, 4, 1024, 8
 
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs compiled for real TPUs without one: pools stay in place, and chips exchange nothing but projections.
+
+`make tpu-check` runs these tests in an environment with libtpu.
+"""
+
+import functools
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from tests.drive import ROOT, output_of
+from tests.kernels import tpu_compile
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs (make tpu-check)"),
+]
+# Programs with a model take a minute each. The others share a process.
+QUICK = tuple(case for case in tpu_compile.CASES if not case.startswith(tpu_compile.WITH_MODEL))
+
+
+@functools.cache
+def compiled(target, *cases):
+    printed = output_of(sys.executable, "-m", "tests.kernels.tpu_compile", target, *cases, PYTHONPATH=str(ROOT))
+    return dict(zip(cases, map(json.loads, printed.splitlines()), strict=True))
+
+
+def result_of(target, case):
+    return compiled(target, *(QUICK if case in QUICK else (case,)))[case]
+
+
+@pytest.mark.parametrize("case", tpu_compile.CASES)
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_pools_stay_in_place(target, case):
+    result = result_of(target, case)
+    assert result["temporaries"] < tpu_compile.LIMIT * result["pool"]
+    layers = {f"all-reduce in layer{layer}/{part}" for layer in range(tpu_compile.LAYERS) for part in ("o_proj", "mlp")}
+    if case.startswith(tpu_compile.WITH_MODEL) and case.endswith("mesh"):
+        assert layers <= set(result["collectives"])
+    else:
+        assert not result["collectives"]
