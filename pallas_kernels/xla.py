@@ -8,6 +8,8 @@ tables, M blocks per row, T tokens in a call, Q query heads.
 
 A pool of latents is `[N + 1, L, 1, 1, P, D]`: V is the first `values` columns of K, which all query heads share.
 
+A pool by token is `[N + 1, L, P, R, W]` (`pallas_kernels.by_token`). It is never quantised.
+
 A quantised pool is int8 or float8_e4m3fn, together with `scales` f32[N + 1, L, 2, K, P], a scale per token, head and K
 or V: the K/V are pool * scale. The functions that move blocks of a pool also move blocks of scales.
 
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.by_token import is_by_token, to_tokens
 from pallas_kernels.quantise import quantise
 from pallas_kernels.rotary import rotate
 from pallas_kernels.xla_attention import decode_attention, prefill_attention
@@ -64,10 +67,14 @@ def append_kv(
       too.
     """
     scratch = pool.shape[0] - 1
-    size = pool.shape[4]
+    size = pool.shape[2 if is_by_token(pool) else 4]
     block = slots // size
     # Every dropped token gets a separate index beyond the pool, so that XLA may take all indices as distinct.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
+    if is_by_token(pool):
+        target = pool.at[block, layer, slots % size]
+        rows = to_tokens(k, v, pool).astype(pool.dtype)
+        return target.set(rows, mode="drop", wrap_negative_indices=False, unique_indices=True)
     kv = jnp.stack([k] if v is None else [k, v], axis=1)
 
     def put(array, new):
@@ -131,7 +138,7 @@ def copy_blocks(
       sources: i32[E]; pool rows.
       targets: i32[E]; pool rows.
       count: i32[]; the number of leading entries to copy.
-      tokens: i32[E]; the number of leading slots of each block to copy. None means whole blocks.
+      tokens: i32[E]; the number of leading slots of each block to copy, for a pool by head. None means whole blocks.
       as_rows: a function that gives the pool the shape in which its blocks are copied. Defaults to a CPU's best shape.
     """
     as_rows = as_rows or _as_rows

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit
+from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
 from kvjax.pools.views import View
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
@@ -85,7 +85,7 @@ def attend(
     q = floats("q", q)
     window = None if window is None else static_int("window", window, 1)
     sinks = None if sinks is None else floats("sinks", sinks)
-    _check(q, array, view, window, soft_cap, sinks, layer, context)
+    _check(q, heads_of(array, spec.head_dim), view, window, soft_cap, sinks, layer, context)
     shape = q.shape
     is_decode = view.starts is None and q.shape[1] == 1
     decodes = view.num_decode_rows
@@ -142,9 +142,8 @@ def attend(
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 
 
-def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
-    kv_heads = array.shape[3]
-    width = array.shape[5]
+def _check(q, heads, view, window, soft_cap, sinks, layer, context) -> None:
+    kv_heads, width = heads
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")
