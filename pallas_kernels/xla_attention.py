@@ -240,11 +240,18 @@ def _attend(
         kv = rows(pool, row, run, jnp.float32).reshape(num_tiles, kv_heads, tile_slots, width)
         return kv if scales is None else kv * rows(scales, row, run, jnp.float32).reshape(*kv.shape[:3], 1)
 
+    def read(row, stride, block):  # K of a tile of blocks, and a function that gives V
+        if is_by_token(pool):
+            keys, v = _by_token(pool, layer, block, run, width)
+            return keys, lambda row: v
+        keys = fetch(row)
+        # V of latents is K with its other columns: a part would be copied.
+        return keys, lambda row: fetch(row + stride) if values is None else keys
+
     def step(tile, carry, block, live, masked):
         row, stride, order = _runs(shape, run, layer, block)
         slot = ((base + tile * blocks) * size)[:, None] + order[None]
-        both = _by_token(pool, layer, block, run, width) if is_by_token(pool) else None
-        keys = fetch(row) if both is None else both[0]
+        keys, fetch_values = read(row, stride, block)
         score = _scores(queries, keys)
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
@@ -253,10 +260,7 @@ def _attend(
             score = jnp.where(is_seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
         # The barrier fetches V after the use of K, into the same memory: both at once would not fit a CPU's caches.
         score, row = lax.optimization_barrier((score, row))
-        if both is not None:
-            v = both[1]
-        else:
-            v = fetch(row + stride) if values is None else keys  # with its other columns: a part would be copied
+        v = fetch_values(row)
         if masked:  # 0 * NaN is NaN
             v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
         return _fold(carry, score, v, live)
