@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import derivative, tpu, xla
+from pallas_kernels import derivative, mosaic, tpu, triton, xla
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, token_rows
 from tests.kernels import interpret_tpu
 from tests.kernels.attention import Case, options_for
 
 LENGTHS, COUNTS = [1, 0, 37, 16, 70], [1, 0, 20, 1, 7]
 SHAPES = [(2, 2, 16, 4), (3, 1, 64, 8), (2, 2, 128, 4), (1, 4, 160, 8)]  # kv heads, group, width, block size
-NAMES = ["plain", "all"]
 
 
 def prefill_args(case, counts):
@@ -44,7 +43,7 @@ def test_narrow_heads_share_rows(rows, kv_heads, width):
     np.testing.assert_array_equal(blocks_by_head(jnp.asarray(by_token), width), blocks)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.long), "all"])
 @pytest.mark.parametrize("shape", [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.long) for shape in SHAPES[1:])])
 def test_xla_gives_the_same_bits_by_token_as_by_head(shape, name):
     kv_heads, group, width, block_size = shape
@@ -88,20 +87,60 @@ def check(function, oracle, args, dtype, **options):
 OPTIONS = {"plain": {}, "window": {"window": 5}, "soft_cap": {"soft_cap": 1.5}, "both": {"window": 20, "soft_cap": 3.0}}
 # Rows without tokens first, in the middle, last, and alone.
 ROWS = {"middle": [5, 0, 37, 16], "first": [0, 0, 20], "last": [20, 3, 0, 0], "all": [0, 0], "none": [17, 33]}
-GRID = [("float32", "middle", "both"), ("bfloat16", "middle", "plain")]
+QUICK = [("float32", "middle", "both"), ("bfloat16", "middle", "plain")]
+ALL = [
+    (dtype, rows, name)
+    for dtype in TOLERANCE
+    for rows, name in [
+        *((rows, "both") for rows in ROWS),
+        *(("middle", name) for name in ("plain", "window", "soft_cap")),
+    ]
+]
+GRID = [pytest.param(*case, marks=pytest.mark.long if case in QUICK else pytest.mark.slow) for case in ALL]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "rows", "name"), GRID)
 def test_the_kernel_decodes(dtype, rows, name):
     case = kernel_case(ROWS[rows], dtype)
     check(tpu.decode_attention, xla.decode_attention, decode_args(case), dtype, scale=0.1, **OPTIONS[name])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "rows", "name"), GRID)
 def test_the_kernel_prefills(dtype, rows, name):
     case = kernel_case(ROWS[rows], dtype)
     counts = [min(length, count) for length, count in zip(ROWS[rows], (3, 5, 7, 1), strict=False)]
     options = {"scale": 0.1, "max_count": 7, **OPTIONS[name]}
     check(tpu.prefill_attention, xla.prefill_attention, prefill_args(case, counts), dtype, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "case_options", "message"),
+    [
+        ({"sinks": np.zeros(4, np.float32)}, {}, "tpu: got sinks"),
+        ({"return_lse": True}, {}, "tpu: got return_lse"),
+        ({}, {"layout": "heads"}, "tpu: got a pool with layout='heads'"),
+        ({}, {"width": 64}, "tpu: got heads of width 64, wanted 128"),
+        ({}, {"kv_heads": 3, "dtype": "bfloat16"}, "tpu: .*XLA fully tiled"),
+        ({}, {"dtype": "float16"}, "tpu: got q in float16"),
+    ],
+)
+def test_calls_beyond_the_kernel_are_refused_by_name(options, case_options, message):
+    args = decode_args(kernel_case([5], **case_options))
+    with pytest.raises(NotImplementedError, match=message):
+        tpu.decode_attention(*args, scale=1.0, **options)
+
+
+def test_a_jax_without_the_kernel_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(tpu, "_KERNEL", "jax.experimental.pallas.ops.tpu.gone")
+    with pytest.raises(NotImplementedError, match="tpu: this jax lacks .*gone"):
+        tpu.decode_attention(*decode_args(kernel_case([5])), scale=1.0)
+
+
+def test_other_kernels_refuse_pools_by_token():
+    case = kernel_case([5], dtype="bfloat16")
+    k = jnp.zeros((1, 2, 128), jnp.bfloat16)
+    for module in (triton, mosaic):
+        with pytest.raises(NotImplementedError, match="got a pool with layout='tokens'"):
+            module.decode_attention(*decode_args(case), scale=1.0, interpret=True)
+    with pytest.raises(NotImplementedError, match="triton: got a pool with layout='tokens'"):
+        triton.append_kv(case.pool, 0, k, k, jnp.zeros(1, jnp.int32))

@@ -114,6 +114,7 @@ def step(width=WIDTH, **options):
     return kvjax.step, (small_llama(width), cache_of(width=width, **options), i32(2, 64), i32(2), i32(2)), (1,)
 
 
+MAKERS = admit, gather, scatter, write, block, step
 CASES = {
     "admit": admit,
     "gather": gather,
@@ -123,7 +124,14 @@ CASES = {
     "step": step,
     **{f"{case.__name__}_int8": functools.partial(case, dtype="int8") for case in (admit, gather, scatter, write)},
     "block_int8": functools.partial(block, dtype="int8"),
-    **{f"{case.__name__}_mesh": case for case in (admit, gather, scatter, write, block, step)},
+    # Four times the blocks: each chip has as much of the pool as in the cases above.
+    **{f"{case.__name__}_mesh": functools.partial(case, num_blocks=4 * BLOCKS) for case in MAKERS},
+    **{f"{case.__name__}_tokens": functools.partial(case, layout="tokens") for case in MAKERS},
+    **{
+        f"{case.__name__}_tokens_64": functools.partial(case, layout="tokens", width=64)
+        for case in (write, gather, block)
+    },
+    "block_tokens_mesh": functools.partial(block, layout="tokens", num_blocks=4 * BLOCKS),
 }
 
 
