@@ -132,7 +132,7 @@ def test_calls_beyond_the_kernel_are_refused_by_name(options, case_options, mess
 
 def test_a_jax_without_the_kernel_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(tpu, "_KERNEL", "jax.experimental.pallas.ops.tpu.gone")
-    with pytest.raises(NotImplementedError, match="tpu: this jax lacks .*gone"):
+    with pytest.raises(NotImplementedError, match=r"tpu: this jax lacks .*gone"):
         tpu.decode_attention(*decode_args(kernel_case([5])), scale=1.0)
 
 
