@@ -24,10 +24,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kvjax
+import kvjax.serving
 import pallas_kernels
-from kvjax.pools import stage
+from kvjax.events.log import init_log
+from kvjax.pools import host, stage
 from kvjax.pools.device import Pools
 from kvjax.pools.placement import Placement
+from kvjax.serving import init_serving, worst_step
 from kvjax.serving.decode import Rows, decode, decode_log
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -36,7 +39,8 @@ from models.placement import partition_spec
 # Slices of four chips. A v4 and a v5p also have a third axis.
 TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LIMIT = 0.2  # of the pools' bytes, for temporaries
-WITH_MODEL = "block", "step"  # the first words of cases
+WITH_MODEL = "block", "step", "serve", "rollout"  # the first words of cases
+BLOCKS_OF = Pools, host.HostPools, stage.Staged
 ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, BLOCKS, MOVED = 16, 32, 8, 128, 2048, 4, 1024, 8
 
 
@@ -114,6 +118,43 @@ def step(width=WIDTH, **options):
     return kvjax.step, (small_llama(width), cache_of(width=width, **options), i32(2, 64), i32(2), i32(2)), (1,)
 
 
+def serve(**options):
+    """The loop of the scheduler around the bundled model, for 256 requests in 16 rows."""
+    config = ModelConfig("qwen2", 249, 96, 192, 4, (LayerConfig(2, 32),) * 2)
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    options = {"num_blocks": 8 * BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "dtype": "float32", **options}
+    spec = kvjax.make_spec(model.layer_specs(), **options)
+    scheduler = kvjax.serving.Scheduler(k=8, chunk=256, chunk_rows=4)
+    requests = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, greedy=True))
+    log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), spec.block_size))
+
+    def run(model, requests, log, steps):
+        return kvjax.serving.serve(model, requests, log, scheduler=scheduler, steps=steps)
+
+    return run, (model, requests, log, i32()), (1, 2)
+
+
+def rollout(**options):
+    """Eight completions of 64 tokens for each of two prompts."""
+
+    def run(model, cache, prompts, lengths):
+        return kvjax.serving.rollout(model, cache, prompts, lengths, max_new_tokens=64, samples=8)
+
+    return run, (small_llama(), cache_of(**options), i32(2, 128), i32(2)), (1,)
+
+
+def move(to_host: bool, **options):
+    """64 blocks move between the tiers."""
+    pools = cache_of(num_host_blocks=BLOCKS, **options).pools
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct((BLOCKS, *x.shape[1:]), x.dtype), (pools.arrays, pools.scales))
+    on_host = host.HostPools(arrays[0], pools.spec, arrays[1])
+
+    def run(targets, sources, index):
+        return host._copy_blocks(host.arrays_of(targets, 0), host.arrays_of(sources, 0), index)
+
+    return run, ((on_host, pools) if to_host else (pools, on_host)) + (i32(2, 64),), (0,)
+
+
 MAKERS = admit, gather, scatter, write, block, step
 CASES = {
     "admit": admit,
@@ -131,51 +172,52 @@ CASES = {
         f"{case.__name__}_tokens_64": functools.partial(case, layout="tokens", width=64)
         for case in (write, gather, block)
     },
+    "to_host_tokens": functools.partial(move, True, layout="tokens"),
+    "to_device_tokens": functools.partial(move, False, layout="tokens"),
+    "serve_tokens": functools.partial(serve, layout="tokens"),
+    "rollout_tokens": functools.partial(rollout, layout="tokens"),
     "block_tokens_mesh": functools.partial(block, layout="tokens", num_blocks=4 * BLOCKS),
 }
 
 
-def on_tpus(topology, args, is_mesh: bool):
-    """The arguments on the first chip, or divided by kv heads over a mesh of all four; and the mesh."""
-    if not is_mesh:
-        mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), args
-        ), mesh
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(4,), axis_names=("x",))
+def on_tpus(topology, args, num_chips: int):
+    """The arguments on a mesh of the first chips, divided by kv heads; and the mesh."""
+    mesh = Mesh(np.array(topology.devices[:num_chips]), ("x",))
 
-    def put(x, partition):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, partition))
+    def put(x, partition, memory=None):
+        place = NamedSharding(mesh, partition, memory_kind=memory)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     def put_weight(path, x):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         return put(x, partition_spec(name, x.shape, mesh, "x"))
 
     def put_part(part):
-        if isinstance(part, Pools):
+        if isinstance(part, Pools) and num_chips > 1:
             part = part.replace(placement=Placement(mesh.abstract_mesh, "x"))
-        if isinstance(part, Pools | stage.Staged):
-            return jax.tree.map(lambda x: put(x, P(None, None, None, "x")), part)
+        if isinstance(part, BLOCKS_OF):
+            memory = "pinned_host" if isinstance(part, host.HostPools) else None
+            return jax.tree.map(lambda x: put(x, P(None, None, None, "x"), memory), part)
         if isinstance(part, Decoder):
             return jax.tree_util.tree_map_with_path(put_weight, part)
         return put(part, P())
 
-    return jax.tree.map(put_part, args, is_leaf=lambda x: isinstance(x, Pools | stage.Staged | Decoder)), mesh
+    return jax.tree.map(put_part, args, is_leaf=lambda x: isinstance(x, (*BLOCKS_OF, Decoder))), mesh
 
 
 def collectives(text: str) -> list[str]:
     """The operations between chips in a compiled program, each with the part of the model that it belongs to."""
     pattern = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
     matches = [(match[1], line) for line in text.splitlines() if (match := re.search(pattern, line))]
-    places = [re.search(r"layer\d+/\w+", line) or re.search(r'op_name="[^"]*"', line) for _, line in matches]
-    return [f"{kind} in {place[0] if place else 'no place'}" for (kind, _), place in zip(matches, places, strict=True)]
+    places = [re.search(r'op_name="([^"]*)"', line) for _, line in matches]
+    return [f"{kind} in {place[1] if place else 'no place'}" for (kind, _), place in zip(matches, places, strict=True)]
 
 
 def measure(target: str, case: str) -> dict[str, Any]:
     """Compiles a case, and returns its measurements."""
     function, args, donate = CASES[case]()
     topology = topologies.get_topology_desc(TARGETS[target], "tpu")
-    args, mesh = on_tpus(topology, args, case.endswith("mesh"))
+    args, mesh = on_tpus(topology, args, 4 if case.endswith("mesh") else 1)
     with pallas_kernels.lowering_for("tpu"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     begin = time.monotonic()
