@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
+import pallas_kernels
 from pallas_kernels import derivative, mosaic, tpu, triton, xla
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, token_rows
 from tests.kernels import interpret_tpu
@@ -144,3 +146,46 @@ def test_other_kernels_refuse_pools_by_token():
             module.decode_attention(*decode_args(case), scale=1.0, interpret=True)
     with pytest.raises(NotImplementedError, match="triton: got a pool with layout='tokens'"):
         triton.append_kv(case.pool, 0, k, k, jnp.zeros(1, jnp.int32))
+
+
+@pytest.mark.long
+def test_a_decode_block_exported_for_tpus_runs_on_a_cpu():
+    """Four steps of extend, write, attend and commit. The branch for TPUs has jax's kernel, the other plain XLA."""
+    num_seqs = 2
+    table = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50, 2, 128)), jnp.float32)
+
+    def block(table, state, pools, token):
+        cache, _ = kvjax.Cache(state, pools).extend(np.ones(num_seqs, bool), 4)
+
+        def step(i, carry):
+            pools, token, text = carry
+            view = cache.view(np.ones(num_seqs, np.int32), 1, written=i)
+            q, k, v = table[:, token][:, :, None]
+            pools = kvjax.write(pools, 0, k[:, :, :1], v[:, :, :1], view)
+            out = kvjax.attend(q, pools, 0, view)
+            scores = jnp.einsum("sqd,vqd->sv", out[:, 0], table[0])
+            return pools, jnp.argmax(scores, axis=1).astype(jnp.int32), text.at[:, i].set(token)
+
+        pools, token, text = jax.lax.fori_loop(0, 4, step, (cache.pools, token, jnp.zeros((num_seqs, 4), jnp.int32)))
+        cache, _ = cache.replace(pools=pools).commit(text, np.full(num_seqs, 4, np.int32))
+        return cache.state, cache.pools, text
+
+    with pallas_kernels.lowering_for("tpu"):
+        layers = [kvjax.LayerSpec(1, 128)]
+        spec = kvjax.make_spec(layers, num_blocks=8, max_seqs=num_seqs, max_length=32, block_size=8, dtype="float32")
+    assert spec.groups[0].pools[0].by_token
+    cache = kvjax.Cache.create(spec)
+    for seq in range(num_seqs):
+        cache, _ = cache.admit(seq, np.arange(seq, seq + 5), 5)
+    cache, _ = cache.commit(np.arange(10).reshape(num_seqs, 5), np.full(num_seqs, 5))
+    leaves, tree = jax.tree.flatten((table, cache.state, cache.pools, jnp.array([3, 7], jnp.int32)))
+
+    def run(*leaves):
+        return jax.tree.leaves(block(*tree.unflatten(leaves)))
+
+    with pallas_kernels.lowering_for("tpu"):
+        exported = jax.export.export(jax.jit(run), platforms=["tpu", "cpu"])(*leaves)
+    assert "tpu_custom_call" in exported.mlir_module()
+    got = jax.export.deserialize(exported.serialize()).call(*leaves)
+    for got_leaf, wanted in zip(got, jax.jit(lambda *leaves: run(*leaves))(*leaves), strict=True):
+        np.testing.assert_array_equal(got_leaf, wanted)

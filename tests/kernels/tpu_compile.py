@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles programs for a TPU on a machine that has none: `python -m tests.kernels.tpu_compile TARGET CASE [CASE ...]`.
+"""Compiles programs for a TPU on a machine that has none: `python -m tests.kernels.tpu_compile TARGET [CASE ...]`.
 
 Needs libtpu, which `make tpu-check` installs into an environment of its own. Each case's result is a line of JSON: the
 bytes of its pools and of its temporaries, the bytes of its code, the seconds to compile, and its collectives. A case
@@ -7,9 +7,11 @@ that ends with "mesh" is divided over the four chips of a 2 x 2 slice by kv head
 """
 
 import functools
+import importlib.metadata
 import json
 import math
 import os
+import pathlib
 import re
 import sys
 import time
@@ -237,12 +239,71 @@ def measure(target: str, case: str) -> dict[str, Any]:
     }
 
 
+PAGE = """\
+<!-- `make tpu-check` has written this page: edit no figure. -->
+
+# Compiled for TPUs
+
+**Compiled, not run.** No figure on this page is a speed. jax {jax} and libtpu {libtpu} compiled each program on a
+machine without a TPU. A cell has the bytes of temporaries in % of the pool's bytes, and a limit of {limit:.0%} holds
+by a test. The pool is {pool} MiB of K/V: {layers} layers, {kv_heads} kv heads of width {width} in bfloat16, blocks of
+16 tokens. int8 and heads of width 64 have half of it. The programs:
+
+- **admit**: a prompt of 1,024 tokens enters, with the copies of blocks. **write**: K/V of 128 tokens enter a layer.
+- **gather** and **scatter**: 8 blocks leave the pool, or enter it. **to host** and **to device**: 64 blocks change the
+  tier.
+- **block**: a block of 8 decode steps of a small decoder, 16 rows. **step**: `kvjax.step` of 2 x 64 tokens.
+- **serve**: the loop of the scheduler with the bundled model. **rollout**: 8 completions of 64 tokens of 2 prompts.
+
+A **mesh** is 2 x 2 chips that divide the kv heads. Names with **tokens** have `layout="tokens"`, all others "heads".
+
+| program | {names} | MiB of code | seconds to compile |
+| --- | {rules} | --- | --- |
+"""
+
+
+def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The page of results by chip and case. Code and seconds are those of the first chip."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    first = next(cases for cases in results.values() if "write" in cases)
+    text = PAGE.format(
+        **versions,
+        limit=LIMIT,
+        pool=round(first["write"]["pool"] / 2**20),
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        width=WIDTH,
+        names=" | ".join(results),
+        rules=" | ".join("---" for _ in results),
+    )
+    for case in CASES:
+        cells = [cases.get(case) for cases in results.values()]
+        shares = [f"{cell['temporaries'] / cell['pool']:.1%}" if cell else "not compiled" for cell in cells]
+        measured = next((cell for cell in cells if cell), None)
+        rest = [f"{measured['code'] / 2**20:.1f}", f"{measured['seconds']:.0f}"] if measured else ["", ""]
+        text += f"| {case.replace('_', ' ')} | {' | '.join(shares + rest)} |\n"
+    return text
+
+
 def prepare() -> None:
     """Settings of a process that compiles for TPUs: libtpu asks no machine of Google's for its own description."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
+def main() -> None:
+    """Compiles cases for a target, all by default, or writes the page from a folder with a file for each target."""
+    if sys.argv[1] != "page":
+        for name in sys.argv[2:] or CASES:
+            print(json.dumps(measure(sys.argv[1], name)), flush=True)
+        return
+    results = {}
+    for target in TARGETS:
+        file = pathlib.Path(sys.argv[2], f"{target}.json")
+        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        results[target] = {line["case"]: line for line in lines}
+    (pathlib.Path(__file__).parents[2] / "docs" / "performance" / "tpu.md").write_text(page(results))
+
+
 if __name__ == "__main__":
     prepare()
-    for name in sys.argv[2:]:
-        print(json.dumps(measure(sys.argv[1], name)), flush=True)
+    main()
