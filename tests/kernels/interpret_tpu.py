@@ -8,12 +8,12 @@ import contextlib
 
 import jax
 import numpy as np
-from jax._src.mesh import AbstractDevice
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic.interpret import utils
 from jax._src.state import types
 from jax.experimental.pallas import tpu as pltpu
 
+CHIP = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu"))
 _SHAPES = types.BitcastTransform, types.ReshapeTransform
 
 
@@ -104,11 +104,10 @@ def installed():
     patched = _patched(*functions)
     for function, inner in zip(patched, _patched(*(function.__wrapped__ for function in functions)), strict=True):
         function.__wrapped__ = inner  # which the interpreter's own functions call
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=AbstractDevice("TPU v6 lite", 1, "tpu"))
     for name, function in zip(_NAMES, patched, strict=True):
         setattr(interpreter, name, function)
     try:
-        with jax.sharding.use_abstract_mesh(mesh), pltpu.force_tpu_interpret_mode():
+        with jax.sharding.use_abstract_mesh(CHIP), pltpu.force_tpu_interpret_mode():
             yield
     finally:
         for name, function in zip(_NAMES, functions, strict=True):
