@@ -1596,9 +1596,7 @@ CONFIGS = {
     "recurrent": Config((FULL, RECURRENT, (6, 1), RECURRENT), reserve_tokens=5),
     "recurrent, host": Config((FULL, RECURRENT, LATENT, RECURRENT), host=5, faces=("TieredCache",)),
     "fast tokens": Config((FULL, (6, 1)), host=5, generate=False, verbs=FAST, options={"layout": "tokens"}),
-    "tokens, latents, host": Config(
-        (FULL, LATENT), host=5, faces=("TieredCache",), options={"layout": "tokens"}
-    ),
+    "tokens, latents, host": Config((FULL, LATENT), host=5, faces=("TieredCache",), options={"layout": "tokens"}),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", faces=("TieredCache",), heads=2),
