@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of layers, and of the pools of the layers' memory of earlier tokens."""
+"""Descriptions of layers, and of the pools that store their K/V or states."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class StateArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """A layer's part of the cache: K/V of K heads of width D, latents (`latent`), or states (`recurrent`).
+    """The data that a layer keeps in the cache: K/V of K heads of width D, latents (`latent`), or states (`recurrent`).
 
     Attributes:
       kv_heads: K, or 0 for a recurrent layer.
       head_dim: D, or 0 for a recurrent layer.
-      window: the number of last tokens visible to a token, itself included. None means full attention.
-      sink_tokens: the number of first tokens of a sequence that stay in the cache whatever the window.
-      values: for a layer of latents, V is the first `values` columns of K. None keeps K and V apart.
+      window: the number of tokens seen by a token, up to and including itself. None means full attention.
+      sink_tokens: the number of first tokens to keep in the cache even when the window has passed them.
+      values: for a layer of latents, the number of columns of K that serve as V. None stores V separately.
       arrays: the arrays of a recurrent layer's state.
 
     Example:
@@ -237,7 +237,7 @@ def kv_dtype(dtype: jax.typing.DTypeLike) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an int of Python or numpy, and no bool."""
+    """Whether a value is an int of Python or numpy, but not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

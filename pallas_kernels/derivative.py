@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions jax differentiates for any implementation: plain XLA, without loops.
+"""The functions that jax differentiates in place of any implementation: plain XLA, without loops.
 
-jax can neither differentiate a Pallas kernel that writes in place, nor reverse a loop whose trip count is data. Shapes
-use the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a
+jax cannot differentiate a Pallas kernel that writes in place, and cannot reverse a loop whose trip count is data.
+Shapes use the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a
 derivative with respect to a pool is an array of the pool's size.
 """
 
@@ -68,7 +68,22 @@ def scatter_blocks(pool, staged, blocks, count):
 
 
 def _attend(
-    q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset=0
+    q,
+    pool,
+    layer,
+    tables,
+    first,
+    count,
+    *,
+    scale,
+    window,
+    sink_tokens,
+    soft_cap,
+    sinks,
+    scales,
+    values,
+    stride=1,
+    offset=0,
 ):
     """Attends as `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
     num_tiles, chunk, _, width = q.shape
@@ -77,7 +92,7 @@ def _attend(
     slot = jnp.arange(tables.shape[1] * size, dtype=jnp.int32)[None]
     is_seen = (slot[None] <= position[:, :, None]) & (slot < length[:, None])[:, None]
     if window is not None:
-        is_seen &= slot[None] > position[:, :, None] - window
+        is_seen &= (slot[None] > position[:, :, None] - window) | (slot[None] < sink_tokens)
     is_read = jnp.any(is_seen, axis=1)[None, :, None, :, None]
 
     def fetch(array, width):  # 0 * NaN is NaN, so slots that no query sees are 0

@@ -128,6 +128,7 @@ def _attend(
     scale,
     window=None,
     soft_cap=None,
+    sink_tokens=0,
     sinks=None,
     scales=None,
     values=None,
@@ -138,7 +139,8 @@ def _attend(
     Row r has the queries from bounds[r] to bounds[r + 1], i32[R + 1]. The kernel reads the leading num_rows i32[1]
     rows. It does not wait for the page of a row of length 0, so such a row gets length 1 here.
     """
-    refused = {"sinks": sinks, "scales": scales, "values": values, "return_lse": return_lse or None}
+    refused = {"sinks": sinks, "scales": scales, "values": values}
+    refused |= {"sink_tokens": sink_tokens or None, "return_lse": return_lse or None}
     for name, value in refused.items():
         if value is not None:
             raise NotImplementedError(f"tpu: got {name}, which jax's kernel for TPUs lacks; xla has it")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention and block movement in plain XLA: the oracle of every other implementation, and its fallback.
+"""Paged attention and block movement in plain XLA: the test oracle of all other implementations, and their fallback.
 
 A pool is `[N + 1, L, 2, K, P, D]`: N blocks and a scratch block, L layers, K and V, K kv heads, P slots per block, and
 head width D. Padding may write to the scratch block, and nothing reads it. Slot s is position s % P of block s // P.
-Block tables hold pool rows, all in 0..N. Entries beyond a row's length are never read. Further: R rows of the block
-tables, M blocks per row, T tokens in a call, Q query heads.
+Block tables hold pool rows, all in 0..N. Entries beyond a row's length are never read. Other letters: R rows of the
+block tables, M blocks per row, T tokens in a call, Q query heads.
 
 A pool of latents is `[N + 1, L, 1, 1, P, D]`: V is the first `values` columns of K, which all query heads share.
 
@@ -69,7 +69,7 @@ def append_kv(
     scratch = pool.shape[0] - 1
     size = pool.shape[2 if is_by_token(pool) else 4]
     block = slots // size
-    # Every dropped token gets a separate index beyond the pool, so that XLA may take all indices as distinct.
+    # Every dropped token gets a different index beyond the pool, so XLA may assume distinct indices.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
     if is_by_token(pool):
         target = pool.at[block, layer, slots % size]
@@ -117,7 +117,8 @@ def rope_append(
       The rotated q, also for dropped tokens, the pool, and with `scales` the scales. Rotated vectors are rounded to
       their dtype.
     """
-    # Rotated before the reshape: with other axes XLA would fuse the norms before it differently, with other bits.
+    # Rotates before the reshape. With other axes XLA would fuse the preceding norms differently, and the bits would
+    # differ.
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (rotate(k, (cos, sin)), v))
     written = (append or append_kv)(pool, layer, k, v, slots, scales)
     return rotate(q, (cos, sin)), *((written,) if scales is None else written)
@@ -155,10 +156,10 @@ def copy_blocks(
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
-    """A pool in the shape in which XLA copies its blocks best on a CPU.
+    """Reshapes a pool so XLA copies its blocks fastest on a CPU.
 
     Copying a block as a row takes a third of the time of a block with six axes. But if an axis is 1, XLA does not
-    recognise the pool in its rows, and copies all of it.
+    recognise the reshaped pool as the same array, and copies all of it.
     """
     return pool.reshape(pool.shape[0], -1) if min(pool.shape[1:]) > 1 else pool
 
@@ -176,7 +177,7 @@ def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
     _, *shape, size, width = pool.shape
     tiles = int(np.prod(shape))
     row = blocks[:, None] * tiles + jnp.arange(tiles, dtype=jnp.int32)[None]
-    # A row is a tile, not a block: XLA's CPU copy of longer rows is slow.
+    # A row is a tile, not a block, because XLA's CPU backend copies longer rows slowly.
     matrix = pool.reshape(-1, size * width)
     return matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False).reshape(-1, *shape, size, width)
 

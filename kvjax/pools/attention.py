@@ -7,13 +7,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
+from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
+from kvjax.spec import GroupSpec
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
 
@@ -41,8 +44,8 @@ def attend(
     Over latents, all query heads share a kv head, and V is the first columns of K. You pass absorbed queries, and get
     absorbed results.
 
-    jax differentiates it with respect to q, sinks and the pools. XLA computes the derivative over all slots of the
-    block tables. It computes the result of a differentiated call too, unless you name a kernel.
+    You can differentiate it with respect to q, sinks and the pools. XLA then computes both the result and the
+    derivative, over all slots of the block tables. If you name a kernel, the kernel still computes the result.
 
     Args:
       q: [R, C, Q, D]; [1, T, Q, D] for a flat view, ragged or mixed. Query heads g * Q / K to (g + 1) * Q / K - 1 share
@@ -50,14 +53,17 @@ def attend(
       pools: the K/V, already written for the view's tokens.
       layer: the model's layer number. It may be traced, i32[], if the spec has a single pool.
       view: the positions of the tokens.
-      index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None uses the layer's index.
+      index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None takes the index from `layer`.
       scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
-      window: a token attends to the last `window` tokens, itself included. None means no limit.
+      window: a token attends to the last `window` tokens, itself included. None means no limit. If the layer's
+        `LayerSpec` has `sink_tokens`, it attends to these first tokens too, as in StreamingLLM. Both limits are exact
+        to the token.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
-      sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
+      sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value. These sinks of
+        gpt-oss have nothing to do with `sink_tokens`.
       return_lse: whether to return the logarithm of the softmax's denominator too.
       implementation: an entry of `IMPLEMENTATIONS`, which serves the call or raises. None chooses the first able to
-        serve.
+        serve the call.
 
     Returns:
       [R, C, Q, D] like q, or [R, C, Q, values] over latents, with zeros where the view has padding. With `return_lse`
@@ -80,13 +86,23 @@ def attend(
       [3.0, 3.0, 5.0]
     """
     check_fit(pools, view)
+    given_index = index
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     context = pools.context(group)
     q = floats("q", q)
     window = None if window is None else static_int("window", window, 1)
     sinks = None if sinks is None else floats("sinks", sinks)
     _check(q, heads_of(array, spec.head_dim), view, window, soft_cap, sinks, layer, context)
+    view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
+    group_spec = pools.spec.groups[group]
+    table = view.tables[group]
+    lengths = view.lengths_of(group)
+    sink_options = {}
+    if window is not None and group_spec.sink_tokens:
+        sink_options["sink_tokens"] = group_spec.sink_tokens
+        if not view.is_packed(group):
+            table, lengths = _beside_window(table, lengths, view.num_tokens, group_spec, pools.spec.block_size)
     is_decode = view.starts is None and q.shape[1] == 1
     decodes = view.num_decode_rows
     call = functools.partial(
@@ -96,6 +112,7 @@ def attend(
         soft_cap=soft_cap,
         values=spec.values,
         return_lse=return_lse or context is not None,
+        **sink_options,
         implementation=implementation,
     )
 
@@ -128,10 +145,10 @@ def attend(
         "q": q,
         "pool": array,
         "index": index,
-        "table": view.tables[group],
+        "table": table,
         "scales": pools.scales_of(group, pool),
         "sinks": sinks,
-        "lengths": view.lengths,
+        "lengths": lengths,
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
     }
     with jax.named_scope("attend"):
@@ -140,6 +157,17 @@ def attend(
         axes = {"q": MeshAxes(2), "pool": pool_axes, "scales": pool_axes, "sinks": MeshAxes(0)}
         result = pools.over_devices(group, compute, operands, axes, (result_axes,) * 2 if return_lse else result_axes)
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+
+
+def _beside_window(
+    table: jax.Array, lengths: jax.Array, num_tokens: jax.Array, spec: GroupSpec, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """A window group's table i32[R, M] without the columns between its sinks and its window, and the new lengths."""
+    num_sinks = -(-spec.sink_tokens // block_size)
+    gap = jnp.maximum(spec.first_column(lengths - num_tokens, block_size) - num_sinks, 0)
+    column = np.arange(table.shape[1], dtype=np.int32)[None]
+    column = column + jnp.where(column < num_sinks, 0, gap[:, None])
+    return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * block_size
 
 
 def _check(q, heads, view, window, soft_cap, sinks, layer, context) -> None:

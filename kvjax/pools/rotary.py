@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation of Q and K by their tokens' positions, together with the write of K and V: a single kernel on a GPU."""
+"""Rotates Q and K by their tokens' positions, and writes K and V. On a GPU this is a single kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rope_write(
 
     The pairs of dimensions are (i, i + W / 2) for the first W dimensions, all D or a part of them. Q and K are rotated
     in float32 and rounded to their dtype. On a GPU this is a single kernel if W is D. If q, k and v are products with
-    the same x, XLA computes them together. Apply norms of q and k before.
+    the same x, XLA computes the products together. Apply norms of q and k before the call.
 
     Args:
       pools: the K/V so far.
@@ -41,8 +41,8 @@ def rope_write(
       v: shaped like k.
       angles: cosine and sine of each token's and pair's angle, f32[R, C, 1, W / 2] each.
       view: the slots of the tokens.
-      index: i32[]; the layer's index in its pool, as in `write`. None uses the layer's index.
-      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
+      index: i32[]; the layer's index in its pool, as in `write`. None takes the index from `layer`.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve the call.
 
     Returns:
       The rotated q, for `attend`; and the pools with the tokens' K/V.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks outside their pools: arrays of their own, on the way from a cache or into a cache."""
+"""Blocks outside of pools, in separate arrays, on their way out of a cache or into a cache."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
       pools: the K/V.
       staged: blocks of a cache with the same layers and block size; None in place of an array without blocks.
       rows: for each group i32[K_g]; the pool row of each block, all different. The scratch row drops a block.
-      counts: for each group i32[]; how many leading blocks are written. The cost follows this number.
+      counts: for each group i32[]; the number of leading blocks to write, which determines the cost.
     """
 
     def write(group_index: int, spec: PoolSpec, pool: jax.Array, axes: MeshAxes, blocks: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conformance kit: requests, and a self-verifying cache.
+"""A conformance kit: random requests, and a cache that verifies itself.
 
     from kvjax.testing import check_policy
     check_policy(kvjax.by_score(lambda blocks: blocks.fill))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache on trial, which verifies itself after each request, and trials of policies."""
+"""A cache that verifies itself after each request, and trials of policies."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ VERBS = (
     swap_in,
     complete,
 )
-# With these verbs, several rows are several transitions, one after the other.
+# In a call of these verbs, the rows are separate transitions, in order.
 ROW_BY_ROW = ("admit", "fork", "truncate", "release", "swap_out", "swap_in")
 
 
 @functools.cache
 def jitted_verbs() -> dict[str, Callable[..., Any]]:
-    """The verbs by name, jitted for short compile times rather than speed."""
+    """The verbs by name, jitted for fast compilation rather than fast execution."""
     quick = {"xla_backend_optimization_level": 0}
     return {
         verb.__name__: jax.jit(verb, static_argnames=static_options(verb), compiler_options=quick) for verb in VERBS
@@ -65,15 +65,15 @@ def jitted_verbs() -> dict[str, Callable[..., Any]]:
 
 
 class Trial:
-    """A cache with a verification after each request.
+    """A cache that is verified after each request.
 
-    In plain Python it also has the text of each row and the K/V in each slot of the pools of both tiers (`Expected`). A
-    trial fails if a row would read other K/V than its own, if a findable block does not hold its tokens' K/V, or if a
-    block has other holders than rows and pins.
+    In plain Python it also tracks the text of each row and the K/V in each slot of the pools of both tiers
+    (`Expected`). A trial fails if a row would read the K/V of another text, if a findable block does not hold its
+    tokens' K/V, or if a block has holders other than rows and pins.
 
     Attributes:
       state: the cache.
-      mirror: the index, from the events alone.
+      mirror: the index, built only from the events.
       tally: counts of successful requests by verb ("admit"), statuses ("NO_BLOCKS") and events ("removed").
     """
 
@@ -144,18 +144,18 @@ class Trial:
 
             trial.apply(jax.jit(step), 0, tokens, 5)
 
-        The rules: The state is sound. The events, folded in their order, give its index, and remove no block before its
-        children. A refused composite has changed nothing. Every row and every findable block holds the right K/V, after
-        the ordered moves and copies, and after the new tokens were written. A token is new if neither the row itself
-        had it before, nor the possible source of a fork. With admissions, tokens after the lowest reported number of
-        cached tokens are new. Blocks not held by rows count as pinned.
+        It verifies these rules. The state is sound. The events, folded in order, give its index, and remove no block
+        before its children. A refused composite has changed nothing. Every row and every findable block holds the right
+        K/V, after the ordered moves and copies, and after the new tokens were written. A token is new if neither the
+        row itself nor a possible source of a fork had it before. With admissions, tokens after the lowest reported
+        number of cached tokens are new. Blocks that no row holds count as pinned.
 
         Args:
           fn: from `(state, *args)` to `(state, events)`, jitted or not. The events are an `Events`, or several in their
             order, in a list, tuple or dict. Events stacked by `scan` stand for its steps.
           args: arguments of `fn`.
-          partial: whether `fn` may be done in part. By default nothing may have changed if any status is not OK. With
-            `partial`, nothing may have changed if no status is OK.
+          partial: whether `fn` may do a part of its work. By default nothing may have changed unless all statuses are
+            OK. With `partial`, nothing may have changed unless some status is OK.
           cut: {row: remaining tokens} of rows cut back by `truncate`, so the same tokens are new again.
 
         Returns:
@@ -245,7 +245,7 @@ class Trial:
             assert np.array_equal(group.blocks.refcount, counts), "a block has other holders than rows and pins"
 
     def sound(self) -> None:
-        """Verifies the state by itself. Override it in a more lenient subclass."""
+        """Verifies the invariants of the state. Override it in a more lenient subclass."""
         check(self.state)
 
     def _fits(self, arguments: dict[str, Any]) -> bool:
@@ -359,9 +359,10 @@ def check_policy(
 ) -> collections.Counter[str]:
     """Runs random requests on a small cache with a policy, and verifies the cache after each. See `Trial`.
 
-    After every step: `check(state)` holds. The events so far give the index. No held or pinned block was evicted, and
-    no block before its children. A refused verb changed nothing. Every row would read its own K/V. At the end a policy
-    with `idle` must be idle, and NO_BLOCK among the ids of `touch` and `forget` must change nothing.
+    It verifies these rules after every step. `check(state)` holds. The events so far give the index. No held or pinned
+    block was evicted, and no block before its children. A refused verb changed nothing. Every row would read its own
+    K/V. At the end a policy with `idle` must be idle, and NO_BLOCK among the ids of `touch` and `forget` must change
+    nothing.
 
     Args:
       policy: the policy on trial.
@@ -369,7 +370,8 @@ def check_policy(
       steps: number of requests.
       spec: the spec of the cache. Keep it small, so blocks run short. With windows or a host tier, set
         `must_admit=False`.
-      must_admit: whether the policy finds every victim: prompts must be admitted if empty and cached blocks suffice.
+      must_admit: whether prompts must be admitted if empty and cached blocks suffice, so the policy has to find every
+        victim.
       policy_state: the policy's initial state; defaults to the state made by its `init`.
 
     Returns:
@@ -391,7 +393,7 @@ def check_policy(
 
 
 def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies padding among the ids, which must change nothing. As an index, NO_BLOCK would be the last block."""
+    """Verifies that padding among the ids changes nothing. As an index, NO_BLOCK would be the last block."""
     group = state.groups[0]
     zero = np.int32(0)
     cached = np.flatnonzero((np.asarray(group.blocks.fill) > 0) & (np.asarray(group.blocks.refcount) == 0))[:3]
@@ -408,7 +410,7 @@ def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
 
 
 def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies a policy with an empty request, which must leave its state unchanged."""
+    """Verifies that an empty request leaves the policy's state unchanged."""
     group = state.groups[0]
     no_ids = np.full(3, NO_BLOCK, np.int32)
     zero = np.int32(0)

@@ -19,14 +19,14 @@ SHAPES = [
     (2, 1, 16, 4), (1, 2, 32, 8), (2, 4, 64, 16), (3, 1, 80, 4), (1, 8, 128, 128), (2, 2, 128, 8), (1, 4, 96, 32),
     (1, 2, 256, 64),
 ]  # fmt: skip
-# By default no option, and all options at once. `long` adds a window, `slow` each option with all shapes.
+# By default no option, and all options at once. `long` adds windows, `slow` each option with all shapes.
 SOME = list(zip(SHAPES, OPTIONS, strict=False))
 QUICK = [(shape, name) for shape, name in SOME if name in ("plain", "all")]
 GRID = [
     pytest.param(
         shape, name, id=f"{name}-{shape}",
         marks=() if (shape, name) in QUICK
-        else pytest.mark.long if (shape, name) in SOME and name == "window" else pytest.mark.slow,
+        else pytest.mark.long if (shape, name) in SOME and name in ("window", "sink_tokens") else pytest.mark.slow,
     )
     for shape, name in itertools.product(SHAPES, OPTIONS)
 ]  # fmt: skip

@@ -120,6 +120,7 @@ def test_the_kernel_prefills(dtype, rows, name):
     [
         ({"sinks": np.zeros(4, np.float32)}, {}, "tpu: got sinks"),
         ({"return_lse": True}, {}, "tpu: got return_lse"),
+        ({"sink_tokens": 4}, {}, "tpu: got sink_tokens"),
         ({}, {"layout": "heads"}, "tpu: got a pool with layout='heads'"),
         ({}, {"width": 64}, "tpu: got heads of width 64, wanted 128"),
         ({}, {"kv_heads": 3, "dtype": "bfloat16"}, "tpu: .*XLA fully tiled"),

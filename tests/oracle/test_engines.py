@@ -52,7 +52,9 @@ def assert_happened(tally, *things):
 )
 def test_bytes_at_every_turn(name):
     jax.clear_caches()  # the programs of the configuration before: see `forget_programs`
-    assert_happened(live(CONFIGS[name], seed=3, steps=STEPS).tally, *HAPPENS.get(name, OF_ENGINES), "generate hit")
+    drafts = ("accepted drafts", "rejected drafts") if CONFIGS[name].drafts else ()
+    happens = *HAPPENS.get(name, OF_ENGINES), *drafts
+    assert_happened(live(CONFIGS[name], seed=3, steps=STEPS).tally, *happens, "generate hit")
 
 
 OF_TURNS = (

@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 import pallas_kernels
+from kvjax.pools import block_mass, key_bounds
 from kvjax.pools.placement import num_shards
 from kvjax.stores import load, save
 from tests.mesh import AUTO
@@ -124,3 +125,16 @@ def test_pools_by_token_have_derivatives():
         grads.append(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v))
     for by_head, by_token in zip(*grads, strict=True):
         np.testing.assert_allclose(by_head, by_token, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_scores_of_blocks_are_the_same_by_token():
+    scores = []
+    for layout in ("heads", "tokens"):
+        cache, _ = filled(layout)
+        cache, _ = cache.extend(np.array([True, False]))
+        view = cache.view([1, 0], 1)
+        q = jnp.asarray(np.random.default_rng(1).standard_normal((2, 1, 4, 16)), jnp.float32)
+        scores.append([block_mass(q, cache.pools, 1, view)[0], *(x[0] for x in key_bounds(cache.pools, 1, view))])
+    for by_head, by_token in zip(*scores, strict=True):
+        np.testing.assert_array_equal(by_head, by_token)
