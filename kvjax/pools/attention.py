@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit
+from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
 from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec
@@ -92,7 +92,7 @@ def attend(
     q = floats("q", q)
     window = None if window is None else static_int("window", window, 1)
     sinks = None if sinks is None else floats("sinks", sinks)
-    _check(q, array, view, window, soft_cap, sinks, layer, context)
+    _check(q, heads_of(array, spec.head_dim), view, window, soft_cap, sinks, layer, context)
     view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
     table, lengths, sink_options = _seen(view, group, pools.spec, window)
@@ -173,9 +173,8 @@ def _seen(view: View, group: int, spec: CacheSpec, window: int | None) -> tuple[
     return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * spec.block_size, options
 
 
-def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
-    kv_heads = array.shape[3]
-    width = array.shape[5]
+def _check(q, heads, view, window, soft_cap, sinks, layer, context) -> None:
+    kv_heads, width = heads
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")
