@@ -58,6 +58,7 @@ PROGRAM = '''def total_price(items, tax_rate):
         total = total + price
     return total + total * tax_rate
 '''
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 TASKS = {
     "rewrite": (
         f"Rewrite the following text exactly as it is, but change the name Elmsworth to Oakport.\n\n{HARBOUR}",
@@ -80,11 +81,11 @@ TASKS = {
 
 
 def prompts_of(tokenizer: Any, task: str, num_rows: int) -> list[list[int]]:
-    """Different prompts of a task, in the chat format of SmolLM2."""
+    """Different prompts of a task, in the format of SmolLM2's chat template."""
     turns = []
     for number, text in zip(range(num_rows), itertools.cycle(TASKS[task]), strict=False):
         name = f"You are assistant {number}. " if number > 1 else ""
-        turns.append(f"<|im_start|>user\n{name}{text}<|im_end|>\n<|im_start|>assistant\n")
+        turns.append(f"{SYSTEM}<|im_start|>user\n{name}{text}<|im_end|>\n<|im_start|>assistant\n")
     return [tokenizer.encode(turn, add_special_tokens=False).ids for turn in turns]
 
 

@@ -22,7 +22,7 @@ under the model. Here it is accepted if the row's own random numbers choose it, 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +106,11 @@ class Drafter(Pytree, static=("num_tokens",)):
 
     num_tokens: int
 
-    max_drafts: ClassVar[int | None] = 16
-    pass_cost: ClassVar[float] = 0.7
-    window: ClassVar[int] = 0
-    hope: ClassVar[float] = 0.0
+    # Without types, so that they are no fields: a field of a subclass keeps its place.
+    max_drafts = 16
+    pass_cost = 0.7
+    window = 0
+    hope = 0.0
 
     def propose(self, drafting: Drafting) -> Drafts:
         """Guesses the next tokens of rows where bool[S] `drafting.wanted`. The others have no guesses."""
