@@ -74,7 +74,7 @@ def test_grammars_and_penalties_hold_with_drafts(kind):
     penalties = Penalties.of(3 * NEW, frequency=0.5, presence=0.25)
     requests = [
         dataclasses.replace(request, logits_state=(penalties, constraints.state(number % 2)))
-        for number, request in enumerate(REQUESTS)
+        for number, request in enumerate(REQUESTS[:4])  # not the one with min_tokens, which a grammar excludes
     ]
     options = {"kind": kind, "requests": requests, "logits_fn": chain(penalize, constraints)}
     plain, _ = run(None, **options)
