@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command each, `python -m benchmarks.NAME [--json FILE]`; each checks its answers as it measures."""
+"""Benchmarks, a command each: `python -m benchmarks.NAME [--json FILE]`. Each checks its answers as it measures."""

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention over the paged cache on a CPU, against the bytes it reads and against contiguous K/V.
 
-For each shape three programs take turns, so that a noisy machine is noisy for all of them: paged attention through
-`kvjax.attend`, each row's blocks scattered over the pool; attention over contiguous K/V `[R, K, T, D]`; and a plain
-sum over the same bytes. All layers run in one program, each on the output of the one before, as in a model. The answers
-are compared before anything is timed. Times are the least of all rounds, for one layer.
+Three programs take turns for each shape, so a noisy machine is noisy for all of them. Paged attention runs through
+`kvjax.attend`, with each row's blocks scattered over the pool. The second program is attention over contiguous K/V
+`[R, K, T, D]`, and the third a plain sum over the same bytes. All layers run in a single program, each on the output of
+the layer before, as in a model. The answers are compared before anything is timed. Times are the minimum of all rounds,
+per layer.
 
-Then a step that mixes decode with chunks of prompts: one layer of attention on a mixed line, to two calls for the
-decode rows and the chunks apart; and the same line in ragged form, where a decode row is a chunk of one token.
+The mixed batch has decode rows and chunks of prompts. Attention of a layer over the flat batch is compared with two
+calls, for decode rows and for chunks. The ragged form of the batch treats a decode row as a chunk of length 1.
 
-Then decode rows of which one is 32 times as long as the others, and rows of equal lengths, both to the loop that steps
-through the longest row for all of them, which `View.fixed_split` keeps. These times are medians.
+The last two batches compare rows of different lengths, where a row is 32 times as long as the others, and rows of equal
+lengths. Each is compared with a loop over the length of the longest row, which `View.fixed_split` selects. These times
+are medians.
 """
 
 from __future__ import annotations
@@ -61,18 +63,18 @@ BARS = {
     "equal_over_loop": Bar("32 rows of 1,024 tokens, to a loop over the longest row", at_most=1.03),
 }
 NOTES = """
-Heads are given as query heads / kv heads. The time over contiguous K/V is lost in reading: XLA gathers scattered 2 KB
-tiles at about half the speed of a stream, and has to write them to memory before it multiplies. The gathers are three
-quarters of attention's time (`jax.profiler`); copying the same tiles in C on the same machine takes twice as long as
-copying a stream. Longer runs, larger tiles, one softmax for several tiles and other gather orders were slower.
+Heads are given as query heads / kv heads. The time over contiguous K/V is lost in reading. XLA gathers scattered 2 KB
+tiles at about half the speed of a stream, and writes them to memory before it multiplies. The gathers take three
+quarters of attention's time (`jax.profiler`). Copying the same tiles in C on the same machine takes twice as long as
+copying a stream. Longer runs, larger tiles, a shared softmax for several tiles and other gather orders were slower.
 
 The flat batch's ratio was 1.02x to 1.14x on a busy machine, and 6x to 8x in ragged form. A row of 4,096 tokens among
-short ones is cut into parts; rows of equal lengths are not.
+short rows is cut into parts. Rows of equal lengths are not.
 """
 
 
 def make_case(shape: Shape):
-    """Queries, pools with every row's blocks scattered over them, a decode view, and the same K/V contiguous."""
+    """Returns queries, pools whose rows have scattered blocks, a decode view, and each layer's contiguous K/V."""
     rows, length, heads, kv_heads, width, layers, dtype, size = shape
     rng = np.random.default_rng(0)
     blocks = rows * length // size
@@ -104,14 +106,14 @@ def paged(q, pools, view):
 
 
 def contiguous(q, layers, lengths, first):
-    """The same over contiguous K/V; `first`, the first factor of K's products, makes a difference to the compiler."""
+    """Attention over contiguous K/V. `first` names the first factor of K's products, which matters to the compiler."""
     for k, v in layers:
         q = q + attend_contiguous(q, k, v, lengths, first)
     return q
 
 
 def attend_contiguous(q, k, v, lengths, first):
-    """Attention of q [R, 1, Q, D] over K [R, K, T, D] and V [R, K, T, any width]; [R, 1, Q, that width]."""
+    """Attention [R, 1, Q, W] of q [R, 1, Q, D] over K [R, K, T, D] and V [R, K, T, W]."""
     rows, _, heads, width = q.shape
     kv_heads, length = k.shape[1:3]
     query = (q.astype(jnp.float32) * width**-0.5).astype(k.dtype).reshape(rows, kv_heads, -1, width)
@@ -137,22 +139,23 @@ def measure_shape(name: str, shape: Shape, rounds: int) -> dict[str, float]:
     took, answers = common.in_turns(programs, rounds)
     del answers["sum"]
     common.require_same(answers, functools.partial(close, tolerance=1e-4 if shape.dtype == "float32" else 5e-2))
-    least = {program: each.least for program, each in took.items()}
+    least = {program: timing.least for program, timing in took.items()}
     least["contiguous"] = min(least.pop("contiguous_q"), least.pop("contiguous_k"))
     return {
         **{f"{name}_{program}_ms": 1e3 * s / shape.layers for program, s in least.items()},
-        **{f"{name}_over_{other}": least["paged"] / least[other] for other in ("contiguous", "sum")},
+        **{f"{name}_over_{base}": least["paged"] / least[base] for base in ("contiguous", "sum")},
     }
 
 
-def close(one: Any, other: Any, tolerance: float = 1e-4) -> bool:
-    """Whether two answers are as good as equal."""
-    return np.allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), tolerance, tolerance)
+def close(answer: Any, expected: Any, tolerance: float = 1e-4) -> bool:
+    """Whether two answers agree within a tolerance."""
+    return np.allclose(np.asarray(answer, np.float32), np.asarray(expected, np.float32), tolerance, tolerance)
 
 
 def make_line(line: Size):
-    """Queries [1, T, Q, D], pools, and the state of a cache whose rows lack one token, or a chunk."""
-    rng, rows = np.random.default_rng(0), line.rows + line.chunks
+    """Returns queries [1, T, Q, D], pools, and the state of a cache whose rows still lack a token or a chunk."""
+    rng = np.random.default_rng(0)
+    rows = line.rows + line.chunks
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(line.kv_heads, line.width)], num_blocks=rows * -(-line.length // line.block_size),
         max_seqs=rows, max_length=line.length, block_size=line.block_size, dtype="float32",
@@ -168,9 +171,10 @@ def make_line(line: Size):
 
 
 def measure_mixed(line: Size) -> dict[str, float]:
-    """The time of a mixed line, to that of both calls apart."""
+    """Times a mixed batch, and compares it with two calls."""
     q, pools, state = make_line(line)
-    rows, size = state.spec.max_seqs, line.chunks * line.chunk
+    rows = state.spec.max_seqs
+    size = line.chunks * line.chunk
     decode = np.arange(rows) < line.rows
     chunks = np.arange(line.rows, rows, dtype=np.int32)
     counts = np.full(line.chunks, line.chunk, np.int32)
@@ -188,7 +192,7 @@ def measure_mixed(line: Size) -> dict[str, float]:
     answers = {name: np.asarray(result).reshape(-1, *q.shape[2:]) for name, result in results.items()}
     answers["apart"] = np.concatenate([answers.pop("decode"), answers.pop("chunks")])
     common.require_same(answers, close)
-    least = {name: each.least for name, each in took.items()}
+    least = {name: timing.least for name, timing in took.items()}
     least["apart"] = least.pop("decode") + least.pop("chunks")
     return {
         **{f"{name}_ms": 1e3 * s for name, s in least.items()},
@@ -197,19 +201,23 @@ def measure_mixed(line: Size) -> dict[str, float]:
 
 
 def measure_lengths(shape: Shape, rounds: int) -> dict[str, float]:
-    """The time of rows that differ in length, and of rows that do not, to that of the loop over the longest row."""
+    """Times rows of different and of equal lengths, and compares them with the loop over the longest row."""
     q, pools, view, layers = make_case(shape)
-    short, equal = shape.length // 32, shape.length // 4
-    attend, dense, figures = jax.jit(paged), jax.jit(functools.partial(contiguous, first="q")), {}
+    short = shape.length // 32
+    equal = shape.length // 4
+    attend = jax.jit(paged)
+    dense = jax.jit(functools.partial(contiguous, first="q"))
+    figures = {}
     for name, lengths in {"skewed": [shape.length, *[short] * (shape.rows - 1)], "equal": [equal] * shape.rows}.items():
-        lengths, (table,) = jnp.asarray(lengths, jnp.int32), view.tables
+        lengths = jnp.asarray(lengths, jnp.int32)
+        (table,) = view.tables
         used = jnp.arange(table.shape[1])[None] * shape.block_size < lengths[:, None]
         table = jnp.where(used, table, pools.arrays[0][0].shape[0] - 1)  # the scratch row behind them, as in a cache
         rows = view.replace(tables=(table,), lengths=lengths, positions=lengths[:, None] - 1)
         wanted = np.asarray(dense(q, layers, rows.lengths))
         # The two by themselves, so that each of them finds in the caches what the other one has left there.
         views = {name: rows, f"{name}_loop": rows.replace(fixed_split=True)}
-        programs: dict[str, Program] = {way: functools.partial(attend, q, pools, each) for way, each in views.items()}
+        programs: dict[str, Program] = {key: functools.partial(attend, q, pools, view) for key, view in views.items()}
         took, answers = common.in_turns(programs, rounds)
         common.require_same({f"{name}_contiguous": wanted, **answers}, close)
         figures |= common.times(took, "ms")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches, models and no models that several benchmarks begin with."""
+"""Caches and models which several benchmarks begin with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIGS = LLAMA, TINY  # of a run, and of a quick one
 
 
 class NoModel(Pytree, static=("vocabulary",)):
-    """Chooses token 0, and leaves the pools as they are. Prompts are of its vocabulary."""
+    """A model without weights. It chooses token 0, and leaves the pools as they are."""
 
     vocabulary: int = 1
 
@@ -33,13 +33,13 @@ class NoModel(Pytree, static=("vocabulary",)):
 
 @jax.tree_util.Partial
 def reads_the_view(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array) -> tuple[jax.Array, Any]:
-    """Logits of a model that only reads the view, so that a loop has to compute it."""
+    """Logits of a model without weights. It reads the view, so a loop has to compute it."""
     seen = sum(jnp.sum(x, dtype=jnp.int32) for x in jax.tree.leaves(view))
     return jnp.stack([tokens[:, 0] + seen, last], axis=1).astype(jnp.float32), pools
 
 
 def spec_of(model: Any, rows: int, length: int, num_blocks: int | None = None, block_size: int = 16) -> kvjax.CacheSpec:
-    """A cache in float32 for rows of so many tokens; with just the blocks for them, unless it is given more."""
+    """A float32 cache for rows of `length` tokens. `num_blocks` of None means just enough blocks for them."""
     return kvjax.make_spec(
         model.layer_specs(), num_blocks=num_blocks or rows * -(-length // block_size), max_seqs=rows,
         max_length=length, block_size=block_size, dtype="float32",
@@ -47,17 +47,17 @@ def spec_of(model: Any, rows: int, length: int, num_blocks: int | None = None, b
 
 
 def random_prompts(vocabulary: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """i32[shape]; tokens at random."""
+    """i32[shape]; random tokens."""
     return np.random.default_rng(seed).integers(0, vocabulary, shape, np.int32)
 
 
 def serve_alone(
     state: kvjax.CacheState, tokens: jax.Array, length: int
 ) -> tuple[kvjax.CacheState, tuple[jax.Array, kvjax.Events]]:
-    """Admits a prompt into row 0, commits what was not cached and releases it.
+    """Admits a prompt into row 0, commits its uncached tokens and releases it.
 
     Returns:
-      The state; whether the cache did all of it, and the events of the admission.
+      The state, whether the cache did all of it, and the events of the admission.
     """
     zero = jnp.zeros((1,), jnp.int32)
     state, admitted = kvjax.admit(state, 0, tokens, length)
@@ -69,20 +69,21 @@ def serve_alone(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def hold(state: kvjax.CacheState, tokens: jax.Array, lengths: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
-    """Lets every row hold a prompt, of tokens i32[S, T], and says whether the cache did all of it."""
+    """Admits tokens i32[S, T] into all rows. Returns the state, and whether the cache did all of it."""
     state, admitted = kvjax.admit(state, jnp.arange(state.spec.max_seqs, dtype=jnp.int32), tokens, lengths)
     state, committed = kvjax.commit(state, tokens, lengths)
     return state, admitted.ok & committed.ok
 
 
 def full_state(spec: kvjax.CacheSpec, prompt: Callable[[jax.Array], jax.Array]) -> kvjax.CacheState:
-    """A cache whose rows are free and whose blocks are all findable: those of the last prompts i32[max_length]."""
+    """A cache with free rows, all of whose blocks are findable: the blocks of the last prompts i32[max_length]."""
 
-    def fill(state: kvjax.CacheState, number: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
-        state, (ok, _) = serve_alone(state, prompt(number), spec.max_length)
+    def fill(state: kvjax.CacheState, prompt_index: jax.Array) -> tuple[kvjax.CacheState, jax.Array]:
+        state, (ok, _) = serve_alone(state, prompt(prompt_index), spec.max_length)
         return state, ok
 
-    blocks, size = spec.groups[0].num_blocks, spec.block_size
+    blocks = spec.groups[0].num_blocks
+    size = spec.block_size
     numbers = jnp.arange(-(-blocks * size // spec.max_length), dtype=jnp.int32)
     state, ok = jax.jit(lambda state: lax.scan(fill, state, numbers), donate_argnums=0)(kvjax.init(spec))
     common.require(bool(jnp.all(ok)) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")
@@ -90,5 +91,5 @@ def full_state(spec: kvjax.CacheSpec, prompt: Callable[[jax.Array], jax.Array]) 
 
 
 def copy_of(state: Any) -> Callable[[], Any]:
-    """What makes a copy of a state, which may be donated."""
+    """Returns a function which copies a state, for a program which donates it."""
     return lambda: jax.tree.map(jnp.copy, state)

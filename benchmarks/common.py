@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark is: its command line, sizes, turns of what it times, answers, bars and report.
+"""The frame of a benchmark: its command line, sizes, turns, checks of answers, bars and report.
 
-A benchmark is a module whose last function is decorated, and which runs as a program:
+A benchmark is a module with a decorated function at its end. It runs as a program:
 
     @benchmark(BARS, {"rows": (32, 4)}, rounds=(40, 1))
     def measure(size):
-        took, _ = in_turns({"one": one, "other": other}, size.rounds, same=np.array_equal)
-        return {"one_over_other": took["one"].wall / took["other"].wall}
+        took, _ = in_turns({"paged": paged, "dense": dense}, size.rounds, same=np.array_equal)
+        return {"paged_over_dense": took["paged"].wall / took["dense"].wall}
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Program = Callable[[], Any] | tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 class Size(types.SimpleNamespace):
-    """The sizes that a benchmark runs with, by name. Equal to itself alone, so that it is static under jit."""
+    """The sizes of a run, by name. Equal to itself alone, so it is static under jit."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
@@ -47,12 +47,12 @@ class Size(types.SimpleNamespace):
         return self is other
 
     def replace(self, **values: Any) -> Size:
-        """The same with other values."""
+        """A copy with other values."""
         return Size(**{**vars(self), **values})
 
 
 class Benchmark(NamedTuple):
-    """What a module measures, by its name; see `benchmark`."""
+    """The function, bars and sizes of a module. `benchmark` makes it."""
 
     name: str
     measure: Callable[[Size], Figures | Iterable[Figures]]
@@ -61,8 +61,8 @@ class Benchmark(NamedTuple):
     strict: bool
 
     def size(self, quick: bool = False, **values: Any) -> Size:
-        """The sizes of a run, or those of a quick one, but for `values`."""
-        chosen = {name: each[quick] if isinstance(each, tuple) else each for name, each in self.sizes.items()}
+        """The sizes of a full or a quick run. `values` replace some of them."""
+        chosen = {name: size[quick] if isinstance(size, tuple) else size for name, size in self.sizes.items()}
         return Size(**{**chosen, "quick": quick, **values})
 
     def run(self, size: Size) -> dict[str, Any]:
@@ -78,7 +78,8 @@ class Benchmark(NamedTuple):
         parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the result there")
         parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast; no bar")
         for name, full in vars(self.size()).items():  # those that a line can say
-            option, kind = f"--{name.replace('_', '-')}", int if full is None else type(full)
+            option = f"--{name.replace('_', '-')}"
+            kind = int if full is None else type(full)
             if kind is bool and name != "quick":
                 parser.add_argument(option, action="store_true", default=None)
             elif kind in (int, float, str) or issubclass(kind, pathlib.Path):
@@ -86,7 +87,8 @@ class Benchmark(NamedTuple):
             elif kind is list:
                 parser.add_argument(option, type=type(full[0]), nargs="+", help=f"in place of {full}")
         args = vars(parser.parse_args(arguments))
-        file, quick = args.pop("json"), args.pop("quick")
+        file = args.pop("json")
+        quick = args.pop("quick")
         figures = self.run(self.size(quick, **{name: value for name, value in args.items() if value is not None}))
         report(self.name, figures, file, self.bars)
         if self.strict and not quick:
@@ -105,20 +107,21 @@ def benchmark(
 ) -> Callable[[Callable[[Size], Any]], Benchmark]:
     """Makes a benchmark of a function, and runs it if its module is the program.
 
-    The function gets a `Size`, and returns or yields figures by name; what is no number is written next to them. It
-    ends with `require` where an answer is wrong. Its module's docstring begins its section of the pages.
+    The function gets a `Size`, and returns or yields figures by name, together with texts to report. It calls `require`
+    to end on a wrong answer. The module's docstring begins the benchmark's section of the pages.
 
     Args:
-      bars: a row of the pages for each figure that they show.
-      sizes: {name: (value, value of a quick run)}, or one value for both. What a line can say is an option.
-      rounds: the size `rounds`: how often each way is timed.
+      bars: a row of the pages for each figure to show.
+      sizes: {name: (value, value of a quick run)}, or a single value for both. Values which can be written on the
+        command line are options of the command.
+      rounds: the size `rounds`: the number of times each program is timed.
       strict: whether a missed bar ends the benchmark with an error.
     """
 
     def decorate(measure: Callable[[Size], Any]) -> Benchmark:
         name = pathlib.Path(inspect.getfile(measure)).stem
-        whole = {**(sizes or {}), **({} if rounds is None else {"rounds": rounds})}
-        made = BENCHMARKS[name] = Benchmark(name, measure, bars, whole, strict)
+        all_sizes = {**(sizes or {}), **({} if rounds is None else {"rounds": rounds})}
+        made = BENCHMARKS[name] = Benchmark(name, measure, bars, all_sizes, strict)
         if measure.__module__ == "__main__":
             measure.__globals__[measure.__name__] = made  # as the functions of the module know it
             made.main()
@@ -128,7 +131,7 @@ def benchmark(
 
 
 class Took(NamedTuple):
-    """Seconds of a call: medians of all cores together and by the clock on the wall, and the least by the clock."""
+    """Seconds of a call: the median CPU time of all cores, the median wall time, and the minimum wall time."""
 
     cpu: float
     wall: float
@@ -138,46 +141,50 @@ class Took(NamedTuple):
 def in_turns(
     programs: Mapping[str, Program], rounds: int, same: Callable[[Any, Any], Any] | None = None
 ) -> tuple[dict[str, Took], dict[str, Any]]:
-    """Times programs that take turns, and returns what each returned last. The first round does not count: it compiles.
+    """Times programs in turns. The first round compiles, and does not count.
 
     Args:
-      programs: by name.
-      rounds: how often each is timed.
-      same: whether two answers are; the benchmark ends unless all are as the first one.
+      programs: programs by name.
+      rounds: the number of times each program is timed.
+      same: (answer, answer) -> whether they agree. The benchmark ends unless all answers agree with the first.
+
+    Returns:
+      The times, and the last result of each program.
     """
     calls: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     results: dict[str, Any] = {}
-    for number in range(rounds + 1):
+    for round_index in range(rounds + 1):
         for name, program in programs.items():
             begin, run = program if isinstance(program, tuple) else (tuple, lambda _, run=program: run())
             results.pop(name, None)  # before the next one takes as much memory
             state = jax.block_until_ready(begin())
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu = time.process_time()
+            wall = time.perf_counter()
             results[name] = jax.block_until_ready(run(state))
-            if number:
+            if round_index:
                 calls[name].append((time.process_time() - cpu, time.perf_counter() - wall))
     if same is not None:
         require_same(results, same)
-    by_clock = {name: list(zip(*each, strict=True)) for name, each in calls.items()}
+    by_clock = {name: list(zip(*seconds, strict=True)) for name, seconds in calls.items()}
     took = {name: Took(*map(statistics.median, both), min(both[1])) for name, both in by_clock.items()}
     return took, results
 
 
 def require_same(answers: Mapping[str, Any], same: Callable[[Any, Any], Any]) -> None:
-    """Ends a benchmark unless all answers are as the first one."""
+    """Ends a benchmark unless all answers agree with the first."""
     (first, wanted), *others = answers.items()
     for name, answer in others:
         require(bool(same(wanted, answer)), f"{name} and {first}: their answers differ")
 
 
-def times(took: Mapping[str, Took], unit: str, of: str = "wall", calls: float = 1) -> dict[str, float]:
-    """Figures NAME_UNIT of what programs took, for each of so many calls; the unit ends with s, ms or us."""
+def times(took: Mapping[str, Took], unit: str, clock: str = "wall", calls: float = 1) -> dict[str, float]:
+    """Figures NAME_UNIT of each program, divided by the number of calls. The unit ends with s, ms or us."""
     scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit.split("_")[-1]] / calls
-    return {f"{name}_{unit}": scale * getattr(each, of) for name, each in took.items()}
+    return {f"{name}_{unit}": scale * getattr(timing, clock) for name, timing in took.items()}
 
 
 def apart(module: str, function: str, *args: Any, **environment: str) -> Any:
-    """What a function of a benchmark returns in a process of its own. Arguments and result pass as JSON."""
+    """The result of a benchmark's function, called in a separate process. Arguments and result pass as JSON."""
     code = f"import json, sys; from benchmarks import {module} as m; "
     code += f"print(json.dumps(m.{function}(*json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", code, json.dumps(args)]
@@ -194,15 +201,16 @@ def resident() -> int:
 
 
 def require(fact: bool, otherwise: str) -> None:
-    """Ends a benchmark whose answers are wrong or whose bound is broken."""
+    """Ends a benchmark with wrong answers, or with a broken bound."""
     if not fact:
         raise SystemExit(f"benchmark failed: {otherwise}")
 
 
 class Bar(NamedTuple):
-    """A row of a benchmark's table: a metric in a line, its unit, and the bound that it has to keep, if there is one.
+    """A row of a benchmark's table: a metric, its unit, and its bound. Both bounds of None mean there is no bound.
 
-    A "share" is shown in percent. The aim is a value to come to, in the direction of the bound; downwards without one.
+    A "share" is shown in percent. The aim is a goal for later, in the direction of the bound. It is an upper limit if
+    there is no bound.
     """
 
     what: str
@@ -212,11 +220,11 @@ class Bar(NamedTuple):
     aim: float | None = None
 
     def reaches(self, value: float, bound: float) -> bool:
-        """Whether a value is as good as a bound."""
+        """Whether a value meets a bound."""
         return value <= bound if self.at_least is None else value >= bound
 
     def verdict(self, value: float) -> str:
-        """Met or missed; "aim reached" where that is more; nothing where there is no bound."""
+        """Returns "met", "missed" or "aim reached", or an empty string without a bound."""
         bound = self.at_most if self.at_least is None else self.at_least
         if bound is not None and not self.reaches(value, bound):
             return "missed"
@@ -230,20 +238,21 @@ class Bar(NamedTuple):
         return ", ".join(f"{name} {self.shown(value)}" for name, value in named.items() if value is not None)
 
     def shown(self, value: float) -> str:
-        """A value with its unit: three digits, and more where it would look like a bound that it is not."""
+        """A value with its unit, in three digits, or in more if it would look like a bound it does not reach."""
         scale, unit = (100, "%") if self.unit == "share" else (1, self.unit)
         bounds = {round(scale * bound, 9) for bound in self[2:] if bound is not None and bound != value}
         value = round(scale * value, 9)
         least = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
         decimals = next((n for n in range(least, least + 4) if round(value, n) not in bounds), least + 3)
-        number, exact = f"{value:,.{decimals}f}", f"{value:,.9f}".rstrip("0").rstrip(".")
-        return f"{min(number, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
+        text = f"{value:,.{decimals}f}"
+        exact = f"{value:,.9f}".rstrip("0").rstrip(".")
+        return f"{min(text, exact, key=len)}{unit if unit in ('x', '/s', '') else f' {unit}'}"
 
 
 def require_bars(metrics: Figures, bars: Mapping[str, Bar]) -> None:
-    """Ends a benchmark that misses a bar."""
+    """Ends a benchmark with a missed bar."""
     values = {name: (metrics[name], bar) for name, bar in bars.items() if name in metrics}
-    missed = {name: one for name, one in values.items() if one[1].verdict(one[0]) == "missed"}
+    missed = {name: (value, bar) for name, (value, bar) in values.items() if bar.verdict(value) == "missed"}
     lines = [f"{name} is {bar.shown(value)}, the bar {bar.bounds()}" for name, (value, bar) in missed.items()]
     require(not lines, "; ".join(lines))
 
@@ -251,36 +260,39 @@ def require_bars(metrics: Figures, bars: Mapping[str, Bar]) -> None:
 def report(
     name: str, figures: Figures, file: pathlib.Path | None = None, bars: Mapping[str, Bar] | None = None
 ) -> None:
-    """Prints figures with their bars, and writes them with where they were measured.
+    """Prints figures with their bars, and writes them together with the machine and the versions.
 
     Args:
-      name: of the benchmark.
-      figures: numbers are rounded to six digits; those with a bar are the metrics, in the order of the bars, and the
-        others details. What is no number is written as it is.
-      file: of the result; None: nowhere.
-      bars: by figure.
+      name: name of the benchmark.
+      figures: numbers are rounded to six digits. Figures with a bar are the metrics, in the order of the bars, and the
+        others are details. Texts are written as they are.
+      file: file for the result. None writes nothing.
+      bars: bars by figure.
     """
     bars = bars or {}
-    numbers = {each: rounded(value) for each, value in figures.items() if isinstance(value, int | float | np.number)}
-    notes = {each: value for each, value in figures.items() if each not in numbers}
+    numbers = {name: rounded(value) for name, value in figures.items() if isinstance(value, int | float | np.number)}
+    notes = {figure: value for figure, value in figures.items() if figure not in numbers}
     command = re.sub(r" --json[ =]\S+", "", " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]))
     result: dict[str, Any] = {"benchmark": name, "command": command, **where(), **notes}
-    metrics = {each: numbers[each] for each in bars if each in numbers}
-    details = {each: value for each, value in numbers.items() if each not in bars}
+    metrics = {figure: numbers[figure] for figure in bars if figure in numbers}
+    details = {figure: value for figure, value in numbers.items() if figure not in bars}
     width = max(map(len, numbers), default=0)
     for kind, values in (("metrics", metrics), ("details", details)):
         if values:
             result[kind] = values
-        for each, value in values.items():
-            bounds = f"{bars[each].bounds():24} {bars[each].verdict(value)}" if each in bars else ""
-            print(f"  {each:<{width}}  {value:>12,.6g}  {bounds}".rstrip())
-    rows = {each: {**bars[each]._asdict(), "verdict": bars[each].verdict(value)} for each, value in metrics.items()}
+        for figure, value in values.items():
+            bounds = f"{bars[figure].bounds():24} {bars[figure].verdict(value)}" if figure in bars else ""
+            print(f"  {figure:<{width}}  {value:>12,.6g}  {bounds}".rstrip())
+    rows = {
+        figure: {**bars[figure]._asdict(), "verdict": bars[figure].verdict(value)} for figure, value in metrics.items()
+    }
     write(result | ({"rows": rows} if rows else {}), file)
 
 
 def where() -> dict[str, Any]:
-    """The time, the processor with the cores that this process may use, and the versions, for every result."""
-    info, cpu = pathlib.Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    """The time, the processor with the cores of this process, and the versions."""
+    info = pathlib.Path("/proc/cpuinfo")
+    cpu = platform.processor() or platform.machine()
     if info.exists() and (model := re.search(r"^model name\s*: (.*)$", info.read_text(), re.M)):
         cpu = model[1]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -290,12 +302,12 @@ def where() -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    """To six digits."""
+    """Rounds to six digits."""
     return float(f"{value:.6g}")
 
 
 def write(result: dict[str, Any], file: pathlib.Path | None) -> None:
-    """Writes a result as JSON, if there is a file to write it to."""
+    """Writes a result as JSON, if there is a file."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.new")

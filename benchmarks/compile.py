@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the scheduler's loop and of each verb, counted; and the time of a first answer in a new process.
+"""Counts of the programs of the scheduler's loop and of each verb, and the time of a first answer in a new process.
 
-On a CPU XLA compiles equal fusions once, so that the cost is that of *distinct* fusions, whose texts differ in more
-than names; large ones cost more than small ones. All counts are exact.
+On a CPU XLA compiles equal fusions once, so the number of *distinct* fusions decides the cost. Fusions are distinct if
+their texts differ in more than names. Large fusions cost more than small fusions. All counts are exact.
 
 `serve` is the program of a `generate` with the bundled model, 8 rows and 96 blocks. Seconds are CPU time of this
-process, without a cache of programs. Two processes of their own then generate for the first time: one without such a
-cache, and one that finds the programs of the first; their seconds count imports and the loading of the model.
+process, without a cache of programs. Two separate processes then generate for the first time: the first without a cache
+of programs, and the second with the programs of the first. Their seconds include imports and the loading of the model.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ BARS = {
     "first_warm_s": Bar("CPU time of a new process with one `generate`, programs compiled earlier", "s", aim=4),
 }
 NOTES = """
-The aim of the time to compile is relative: 0.8x of what the tree before took. Side by side, in three turns, it was
-0.78x, 0.83x and 0.87x, the first of them without other work on the machine.
+The aim of the time to compile is relative: 0.8x of an earlier version of this repository. Side by side, in three turns,
+it was 0.78x, 0.83x and 0.87x. The machine had no other work in the first turn.
 """
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Counts(NamedTuple):
-    """Operations before XLA sees a program; and its fusions, those that differ in more than names, scatters, loops."""
+    """Operations before XLA compiles a program, then its fusions, distinct fusions, scatters and loops."""
 
     ops: int
     fusions: int
@@ -58,7 +58,7 @@ class Counts(NamedTuple):
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
-    """The shape of an argument."""
+    """Shape of an i32 argument."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
@@ -76,7 +76,7 @@ VERBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def programs() -> dict[str, Callable[[], Program]]:
-    """Every program that is counted, (function, shapes of its arguments), by name."""
+    """All programs to count, by name: functions which return (function, shapes of its arguments)."""
     scheduler = Scheduler(chunk=CHUNK, k=BLOCK, budget=ROWS + 2 * CHUNK)
 
     def verb(name: str) -> Program:
@@ -110,7 +110,7 @@ def model_and_spec() -> tuple[Any, kvjax.CacheSpec]:
 
 
 def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Compiled, dict[str, float]]:
-    """Traces, lowers and compiles a program; and the CPU time of each."""
+    """Traces, lowers and compiles a program. Returns both stages, and the CPU time of each."""
     function, args = program
     times = [time.process_time()]
     stages: list[Any] = []
@@ -131,20 +131,20 @@ _FUSION = re.compile(r" fusion\(.*calls=(%[\w.\-]+)")
 
 def computations(text: str) -> dict[str, list[str]]:
     """The instructions of each computation of a compiled program."""
-    found: dict[str, list[str]] = {}
+    instructions: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?(%[\w.\-]+) \(.*\{$", line)
         if header:
-            lines = found.setdefault(header[1], [])
+            lines = instructions.setdefault(header[1], [])
         elif line.startswith("  "):
             lines.append(line.removeprefix("  ROOT").strip())
-    return found
+    return instructions
 
 
 def bodies(text: str) -> Iterator[tuple[str, str]]:
     """(instruction, body without names) of each fusion of a compiled program."""
-    found = computations(text)
+    instructions = computations(text)
 
     @functools.cache
     def body(name: str) -> str:
@@ -152,36 +152,36 @@ def bodies(text: str) -> Iterator[tuple[str, str]]:
 
         def rename(match: re.Match[str]) -> str:
             word = match[0]
-            return f"{{{body(word)}}}" if word in found else numbers.setdefault(word, f"%{len(numbers)}")
+            return f"{{{body(word)}}}" if word in instructions else numbers.setdefault(word, f"%{len(numbers)}")
 
-        return "\n".join(_NAME.sub(rename, _ATTRIBUTES.sub("", line)) for line in found[name])
+        return "\n".join(_NAME.sub(rename, _ATTRIBUTES.sub("", line)) for line in instructions[name])
 
-    for line in itertools.chain.from_iterable(found.values()):
+    for line in itertools.chain.from_iterable(instructions.values()):
         called = _FUSION.search(line)
         if called:
             yield line, body(called[1])
 
 
 def operations(lowered: jax.stages.Lowered) -> int:
-    """How many operations a program has before XLA sees it."""
+    """The number of operations of a program before XLA compiles it."""
     return len(re.findall(r"(?<![#\w])stablehlo\.(?!return)\w+", lowered.as_text()))
 
 
 def count(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Counts:
     """Counts a program."""
     text = compiled.as_text() or ""
-    each = [body for _, body in bodies(text)]
+    texts = [body for _, body in bodies(text)]
     return Counts(
         ops=operations(lowered),
-        fusions=len(each),
-        distinct=len(set(each)),
+        fusions=len(texts),
+        distinct=len(set(texts)),
         scatters=len(re.findall(r" scatter\(", text)),
         loops=len(re.findall(r" while\(", text)),
     )
 
 
 def first_answer() -> float:
-    """CPU seconds of a process so far, which answers a prompt for the first time."""
+    """CPU seconds of this process, up to its first answer."""
     kvjax.enable_compilation_cache()
     model, spec = model_and_spec()
     (output,), _, _ = kvjax.generate(model, Cache.create(spec), [list(range(1, PROMPT))], max_new_tokens=BLOCK)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding under a JSON schema, inside the loop, against the same loop without one.
+"""Decoding under a JSON schema, inside the loop, against the same loop without a schema.
 
-16 rows of a model of 19 million parameters choose greedily among 49,152 tokens. The grammar that allows every token
-must give the tokens of the loop without one, and texts under the schema must follow its table.
+16 rows of a model of 19 million parameters choose greedily among 49,152 tokens. A grammar of all tokens has to give the
+tokens of the loop without a grammar. Texts under the schema have to follow its table.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ SCHEMA = {
 
 
 def vocabulary_of(size: int) -> grammar.Vocabulary:
-    """A token for each byte, and tokens of up to 8 letters; the last one ends a text."""
+    """A vocabulary with a token for each byte, tokens of up to 8 letters, and a last token to end a text."""
     rng = np.random.default_rng(0)
     letters = np.frombuffer(b'etaoinshrdlu ,.:"{}[]0123456789', np.uint8)
     words = [rng.choice(letters, length).tobytes() for length in rng.integers(2, 9, max(size - 257, 0))]
-    return grammar.Vocabulary([*[bytes([number]) for number in range(min(size - 1, 256))], *words, None])
+    return grammar.Vocabulary([*[bytes([byte]) for byte in range(min(size - 1, 256))], *words, None])
 
 
 def loop(model: Decoder, start: decode_loop.Start, steps: int, constraint: serving.Constraints | None):
-    """A call chooses `steps` tokens, from `start` on."""
+    """A decode loop: (begin, run). A call of `run` chooses `steps` tokens."""
     state = None if constraint is None else jnp.full(start.lengths.shape, constraint.initial_state)
     begin = start.cache, start.rows.replace(state=state), serving.decode_log(start.cache.state.spec, steps)
 
@@ -69,15 +69,18 @@ SIZES = {
 @benchmark(BARS, SIZES, rounds=(20, 1))
 def measure(size):
     model = Decoder(size.config, rngs=nnx.Rngs(0))
-    start, vocabulary = decode_loop.make_start(model, size), vocabulary_of(size.config.vocab_size)
+    start = decode_loop.make_start(model, size)
+    vocabulary = vocabulary_of(size.config.vocab_size)
     end = [len(vocabulary) - 1]
     make = functools.partial(grammar.compile_schema, SCHEMA, vocabulary)
     compiled, tables = common.in_turns({"table": make}, 3)
     table = tables["table"]
     any_token = grammar.TokenTable(np.zeros((1, 1), np.int32), np.zeros(len(vocabulary), np.int32), np.ones(1, bool))
     grammars = {"any": any_token, "schema": table}
-    constraints = {name: serving.Constraints.of(each, end) for name, each in grammars.items()}
-    programs = {name: loop(model, start, size.steps, each) for name, each in {"free": None, **constraints}.items()}
+    constraints = {name: serving.Constraints.of(table, end) for name, table in grammars.items()}
+    programs = {
+        name: loop(model, start, size.steps, constraint) for name, constraint in {"free": None, **constraints}.items()
+    }
     took, ends = common.in_turns(programs, size.rounds)
     tokens = {name: np.asarray(chosen) for name, (chosen, _) in ends.items()}
     common.require(np.array_equal(tokens["free"], tokens["any"]), "a grammar of all tokens has changed the choice")

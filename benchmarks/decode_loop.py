@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode loop over the paged cache against the same loop over contiguous K/V.
 
-Both generate greedily with one Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens,
-in one jitted loop with the K/V donated. The paged loop is `kvjax.serving.decode` with all that it does, in a pool
-whose blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of
-just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It multiplies the
-queries of a group by K one by one, which is the fastest of the ways on a CPU that were tried. Both must have the same
-first logits, and choose the same tokens.
+Both generate greedily with a Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens, in a
+jitted loop which donates the K/V. The paged loop is the whole `kvjax.serving.decode`, in a full pool with scattered
+blocks, so each new block evicts another. The contiguous loop has K/V arrays of exactly the right length and a length
+for each row, but no blocks, no events and no stop tokens. It multiplies K by each query of a group separately, which
+was the fastest of several forms on a CPU. Both loops have to return the same first logits, and choose the same tokens.
 
-Programs take turns, a few steps at a time, so that a noisy machine is noisy for all of them; each call of a few steps
-counts with its least time of all rounds.
+Programs take turns, a few steps at a time, so a noisy machine is noisy for all of them. Each call of a few steps counts
+with its minimum time of all rounds.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ same = functools.partial(np.allclose, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """The rows' K/V without blocks, zeros where nothing is written."""
+    """Contiguous K/V of the rows, with zeros after their written tokens."""
     kv = cache.pools.arrays[0][0][cache.view(1).tables[0]]  # [S, M, L, 2, K, P, D]
     rows, _, layers, _, heads, _, width = kv.shape
     kv = kv.transpose(2, 3, 0, 4, 1, 5, 6).reshape(layers, 2, rows, heads, -1, width)
@@ -62,37 +61,38 @@ def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]
 
 
 def attend_contiguous(q, layer, lengths, plain: bool):
-    """Attention of q [S, Q, D] to the first lengths i32[S] tokens of a layer; like q."""
-    (keys, values), (rows, heads, width) = layer, q.shape
+    """Attention of q [S, Q, D] to the first `lengths` i32[S] tokens of a layer. Returns the shape of q."""
+    (keys, values) = layer
+    (rows, heads, width) = q.shape
     kv_heads, capacity = keys.shape[1:3]
     q = (q * width**-0.5).reshape(rows, kv_heads, heads // kv_heads, width)
     if plain:
         score = jnp.einsum("skgd,sktd->skgt", q, keys)
     else:
-        score = jnp.stack([jnp.einsum("skd,sktd->skt", one, keys) for one in jnp.unstack(q, axis=2)], axis=2)
+        score = jnp.stack([jnp.einsum("skd,sktd->skt", query, keys) for query in jnp.unstack(q, axis=2)], axis=2)
     seen = jnp.arange(capacity)[None] < lengths[:, None]
     weight = jax.nn.softmax(jnp.where(seen[:, None, None], score, -jnp.inf), axis=-1)
     return jnp.einsum("skgt,sktd->skgd", weight, values).reshape(rows, heads, width)
 
 
 def contiguous_step(model: Decoder, layers, token, position, plain: bool = True):
-    """Logits f32[S, V] after one more token of each row, and the K/V with it."""
+    """Logits f32[S, V] after the next token of each row, and K/V with this token."""
     row = jnp.arange(token.size)
 
     def write(array, x):
         return array.at[row, :, position].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
 
-    def mix(number, _, layers, q, kv, angles):
-        layer = write(layers[number][0], rotate(kv[0], angles)), write(layers[number][1], kv[1])
+    def mix(layer_index, _, layers, q, kv, angles):
+        layer = write(layers[layer_index][0], rotate(kv[0], angles)), write(layers[layer_index][1], kv[1])
         y = attend_contiguous(rotate(q, angles)[:, 0], layer, position + 1, plain)
-        return y[:, None], (*layers[:number], layer, *layers[number + 1 :])
+        return y[:, None], (*layers[:layer_index], layer, *layers[layer_index + 1 :])
 
     x, layers = model._stream(token[:, None], position[:, None], mix, layers)
     return model._logits(x[:, 0]), layers
 
 
 class Start(NamedTuple):
-    """Where both loops begin, with the next tokens chosen; K and V [S, K, T, D] of each layer; and lengths."""
+    """The start of both loops: a cache, rows with their next tokens, K and V [S, K, T, D] of each layer, lengths."""
 
     cache: kvjax.Cache
     rows: serving.Rows
@@ -101,9 +101,10 @@ class Start(NamedTuple):
 
 
 def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
-    """A cache with all rows free and no block empty; block ids are in random order."""
+    """A cache with free rows and no empty block. Block ids are in random order."""
     spec = caches.spec_of(model, size.rows, size.context, block_size=size.block_size)
-    rng, state = np.random.default_rng(0), kvjax.init(spec)
+    rng = np.random.default_rng(0)
+    state = kvjax.init(spec)
     shuffled = jnp.asarray(rng.permutation(spec.groups[0].num_blocks), jnp.int32)
     state = state.replace(groups=(state.groups[0].replace(empty=shuffled),))
     tokens = jnp.asarray(rng.integers(0, size.config.vocab_size, (size.rows, size.context)), jnp.int32)
@@ -115,29 +116,32 @@ def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
 
 
 def make_start(model: Decoder, size: Size) -> Start:
-    """Random prompts, computed through the paged cache and copied from there to the contiguous one."""
-    length, each = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
+    """Computes random prompts through the paged cache, and copies their K/V to contiguous arrays."""
+    length = size.context - size.steps
+    all_rows = jnp.arange(size.rows, dtype=jnp.int32)
     prompts = caches.random_prompts(size.config.vocab_size, (size.rows, length), 1)
-    admit, step = (jax.jit(method, donate_argnums=at) for method, at in ((kvjax.Cache.admit, 0), (kvjax.step, 1)))
-    cache, admitted = admit(full_cache(model, size), each, prompts, jnp.full((size.rows,), length))
+    admit = jax.jit(kvjax.Cache.admit, donate_argnums=0)
+    step = jax.jit(kvjax.step, donate_argnums=1)
+    cache, admitted = admit(full_cache(model, size), all_rows, prompts, jnp.full((size.rows,), length))
     common.require(bool(admitted.ok), "the prompts were not admitted")
-    token = jnp.zeros_like(each)
-    while np.any(left := length - np.asarray(cache.state.seqs.committed)):
-        chunk = np.minimum(length - left[:, None] + np.arange(CHUNK), length - 1)
-        cache, logits, _ = step(model, cache, np.take_along_axis(prompts, chunk, axis=1), np.minimum(left, CHUNK))
-        token = jnp.where((left > 0) & (left <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
-    seeds = each.astype(jnp.uint32)
+    token = jnp.zeros_like(all_rows)
+    while np.any(remaining := length - np.asarray(cache.state.seqs.committed)):
+        chunk = np.minimum(length - remaining[:, None] + np.arange(CHUNK), length - 1)
+        cache, logits, _ = step(model, cache, np.take_along_axis(prompts, chunk, axis=1), np.minimum(remaining, CHUNK))
+        token = jnp.where((remaining > 0) & (remaining <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
+    seeds = all_rows.astype(jnp.uint32)
     rows = serving.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
     return Start(cache, rows, jax.jit(contiguous_kv)(cache), cache.state.seqs.committed)
 
 
 def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Least seconds of each program, summed over its calls; what it ended with, and every call's result.
+    """Runs programs in turns. Returns the sum of minimum seconds of each program's calls, and {name: (state, results)}.
 
-    A program is (begin, run): () -> state, and state -> (state, result), which donates its state.
+    A program is (begin, run): `begin` returns a state, and `run` donates the state and returns (state, result).
     """
-    least, ends = {name: np.full(calls, np.inf) for name in programs}, {}
-    for number in range(rounds + 1):
+    least = {name: np.full(calls, np.inf) for name in programs}
+    ends = {}
+    for round_index in range(rounds + 1):
         ends.clear()  # before new ones take as much memory
         ends = {name: (jax.block_until_ready(begin()), []) for name, (begin, _) in programs.items()}
         for call in range(calls):
@@ -147,13 +151,13 @@ def take_turns(programs: dict[str, Any], rounds: int, calls: int) -> tuple[dict[
                 state, result = jax.block_until_ready(run(state))
                 took = time.perf_counter() - began
                 ends[name] = state, [*results, result]
-                if number:  # the first round compiles
+                if round_index:  # the first round compiles
                     least[name][call] = min(least[name][call], took)
     return {name: float(np.sum(seconds)) for name, seconds in least.items()}, ends
 
 
 def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
-    """Begins with `start`; a call is `steps` steps of the engine's loop."""
+    """The paged loop: (begin, run). A call makes `steps` steps of the engine's loop."""
     begin = start.cache, start.rows, serving.decode_log(start.cache.state.spec, size.steps)
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -165,7 +169,7 @@ def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
 
 
 def contiguous_loop(model, start: Start):
-    """Begins with `start`; a call is CALL_STEPS steps of state: K/V, tokens, positions."""
+    """The contiguous loop: (begin, run). A call makes CALL_STEPS steps of a state: K/V, tokens, positions."""
     begin = start.layers, start.rows.token, start.lengths
 
     def step(model, state):
@@ -183,7 +187,7 @@ def contiguous_loop(model, start: Start):
 
 
 def attentions(cache: kvjax.Cache, layers, size: Size) -> dict[str, Program]:
-    """Attention alone, half-way through the loop's steps: all layers, each on the output of the one before."""
+    """Attention of all layers without the rest of the model, half-way through the steps. Each layer feeds the next."""
     lengths = cache.state.seqs.committed - size.steps // 2
     view = cache.view(1).replace(lengths=lengths)
     q = jax.random.normal(jax.random.key(0), (size.rows, size.config.num_heads, size.config.layers[0].head_dim))
@@ -207,7 +211,7 @@ def attentions(cache: kvjax.Cache, layers, size: Size) -> dict[str, Program]:
 
 
 def compare_logits(model: Decoder, start: Start) -> float:
-    """The largest difference between both ways' logits for the first token."""
+    """The largest difference between the paged and the contiguous logits for the first token."""
 
     @jax.jit
     def of_pages(model, cache, token):
@@ -221,7 +225,7 @@ def compare_logits(model: Decoder, start: Start) -> float:
 
 
 def check_loops(ends: dict[str, Any], size: Size) -> None:
-    """Requires of both loops the same tokens and log-probabilities, and of the paged one that it evicted blocks."""
+    """Requires the same tokens and log-probabilities of both loops, and evictions of the paged loop."""
     (cache, _, log), calls = ends["paged"]
     tokens, logprobs = map(np.concatenate, zip(*calls, strict=True))
     wanted, wanted_logprobs = map(np.concatenate, zip(*ends["contiguous"][1], strict=True))
@@ -248,11 +252,11 @@ def measure(size):
     attention = attentions(ends["paged"][0][0], ends["contiguous"][0][0], size)
     del ends
     took, _ = common.in_turns(attention, 40 * size.rounds, same)
-    attention_s = {name: each.least for name, each in took.items()}
+    attention_s = {name: timing.least for name, timing in took.items()}
     took, _ = common.in_turns({"books": paged_loop(caches.reads_the_view, start, size, size.steps)}, size.rounds)
     books_s = took["books"].least
     for part, seconds, calls in (("step", step_s, size.steps), ("attention", attention_s, 1)):
-        yield {f"{name}_{part}_us": 1e6 * each / calls for name, each in seconds.items()}
+        yield {f"{name}_{part}_us": 1e6 * total / calls for name, total in seconds.items()}
         yield {f"{part}_ratio": seconds["paged"] / seconds["contiguous"]}
     yield {
         "bookkeeping_us": 1e6 * books_s / size.steps,

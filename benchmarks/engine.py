@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine and the HTTP server against `run_batch`; their waits, memory and idle time.
+"""The engine and the HTTP server against `run_batch`, with their waits, memory and idle time.
 
-The recall model answers 512 prompts in 32 rows: by `run_batch`, by an engine to which all are submitted at once, and by
-a server with 32 open streams, whose clients are a process of their own and not counted. All answers must be those of
-`run_batch`. Programs take turns; a ratio is of medians.
+The recall model answers 512 prompts in 32 rows, in three ways: by `run_batch`, by an engine which gets all requests at
+the start, and by a server with 32 open streams. The clients of the server run in a separate process, which does not
+count. All answers have to equal the answers of `run_batch`. Programs take turns, and ratios are of medians.
 
-With Poisson arrivals at half the capacity, turns from a request to its first token are counted, less the chunks of its
-prompt that no prompt before it had computed when it came. Waits of the device are those of a model of 10 million
-parameters, with all rows busy and all streams read.
+With Poisson arrivals at half the capacity, the benchmark counts turns from a request to its first token. It subtracts
+the chunks of its prompt which no earlier prompt had computed at its arrival. The device's waits are measured with a
+model of 10 million parameters, while all rows are busy and all streams are read.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ BARS = {
 }
 NOTES = """
 A server takes more steps than `run_batch`, since rows are free while clients come back. Its ratio was 0.58x to 0.66x in
-several runs: it misses its bar in some of them. The engine's was 0.93x to 1.01x.
+several runs, so it misses its bar in some of them. The engine's was 0.93x to 1.01x.
 """
 
 
 @contextlib.contextmanager
 def serving(size: Size) -> Iterator[int]:
-    """A server of the bundled model, with a cache of the batch's size; its port."""
-    parser, spec = serve.make_parser(), workload.spec_of(load_recall()[0], size)
+    """Runs a server of the bundled model, with a cache of the batch's size. Yields its port."""
+    parser = serve.make_parser()
+    spec = workload.spec_of(load_recall()[0], size)
     args = parser.parse_args([
         "--checkpoint", str(recall.CHECKPOINT), "--rows", str(size.rows), "--blocks", str(size.num_blocks),
         "--chunk", str(size.scheduler.chunk), "--top-logprobs", "0", "--max-length", str(spec.max_length),
     ])  # fmt: skip
-    with serve.served(parser, args) as found, socket.socket() as listening:
+    with serve.served(parser, args) as served, socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         is_open = threading.Event()
-        server = serve.http_server(args, found, is_open.set)
+        server = serve.http_server(args, served, is_open.set)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         is_open.wait()
@@ -77,9 +78,10 @@ def serving(size: Size) -> Iterator[int]:
 
 
 def measure_batch(size: Size, clients: Clients) -> dict[str, float]:
-    """`engine_x` and `http_x`."""
+    """Measures `engine_x` and `http_x`."""
     model, tokenizer = load_recall()
-    prompts, opened = workload.questions(size), contextlib.ExitStack()
+    prompts = workload.questions(size)
+    opened = contextlib.ExitStack()
 
     def run_engine(engine: Engine[Any]) -> list[list[int]]:
         with engine:
@@ -104,18 +106,21 @@ def measure_batch(size: Size, clients: Clients) -> dict[str, float]:
     common.require(others <= 0.01 * len(texts), f"{others} answers over HTTP differ")
     return {
         **{f"{name}_x": took["run_batch"].cpu / took[name].cpu for name in ("engine", "http")},
-        **{f"{name}_{kind}_s": getattr(each, kind) for name, each in took.items() for kind in ("cpu", "wall")},
+        **{f"{name}_{kind}_s": getattr(timing, kind) for name, timing in took.items() for kind in ("cpu", "wall")},
         "http_answers_that_differ": others,
     }
 
 
 class Turns:
-    """When the turns of an engine were dispatched, and when they were done, by a thread that waits for each."""
+    """Times at which an engine's turns were dispatched and done. A thread waits for each turn."""
 
     def __init__(self) -> None:
-        self.dispatched, self.done = list[float](), list[float]()
-        self._outputs, self._more = collections.deque[Any](), threading.Semaphore(0)
-        self._whole, self._thread = driver.turn, threading.Thread(target=self._watch, daemon=True)
+        self.dispatched = list[float]()
+        self.done = list[float]()
+        self._outputs = collections.deque[Any]()
+        self._more = threading.Semaphore(0)
+        self._whole = driver.turn
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while self._more.acquire() and self._outputs:
@@ -124,11 +129,11 @@ class Turns:
 
     def __enter__(self) -> Turns:
         def turn(*args: Any, **options: Any) -> Any:
-            found = self._whole(*args, **options)
+            turn_result = self._whole(*args, **options)
             self.dispatched.append(time.monotonic())
-            self._outputs.append(found[-1].numbers)
+            self._outputs.append(turn_result[-1].numbers)
             self._more.release()
-            return found
+            return turn_result
 
         driver.turn = cast(Any, turn)
         self._thread.start()
@@ -141,23 +146,23 @@ class Turns:
 
 
 async def listened_to(engine: Engine[Any], prompts: Sequence[Any], new: int, gap: float) -> list[Handle]:
-    """Requests that come one by one, a gap apart in the mean, and are read as their tokens come."""
+    """Submits requests with a mean gap between them, and reads their tokens as they come."""
     rng = random.Random(0)
 
-    async def one(prompt: Any) -> Handle:
+    async def ask(prompt: Any) -> Handle:
         handle = engine.submit(Request(prompt, max_new_tokens=new))
         common.require([token async for token in handle] == handle.output.tokens, "a stream differs from its output")
         return handle
 
     tasks = list[asyncio.Task[Handle]]()
     for prompt in prompts:
-        tasks.append(asyncio.create_task(one(prompt)))
+        tasks.append(asyncio.create_task(ask(prompt)))
         await asyncio.sleep(rng.expovariate(1 / gap) if gap else 0)
     return await asyncio.gather(*tasks)
 
 
 def measure_first_tokens(size: Size) -> dict[str, float]:
-    """`ttft_steps_p99`."""
+    """Measures `ttft_steps_p99`."""
     model, _ = load_recall()
     prompts = random.Random(1).sample(workload.questions(size), size.arrivals)
     with Engine(model, make_cache(model, size), RunOptions(scheduler=size.scheduler)) as engine:
@@ -166,13 +171,15 @@ def measure_first_tokens(size: Size) -> dict[str, float]:
         gap = 2 * (time.monotonic() - began) / len(prompts)
         with Turns() as turns:
             handles = asyncio.run(listened_to(engine, prompts, size.new_tokens, gap))
-    steps, seconds = [], []
+    steps = []
+    seconds = []
     for prompt, handle in zip(prompts, handles, strict=True):
-        times, computed = handle.times, 0
+        times = handle.times
+        computed = 0
         assert times.first_token is not None
-        for other, before in zip(prompts, handles, strict=True):
+        for earlier, before in zip(prompts, handles, strict=True):
             if before.times.first_token is not None and before.times.first_token <= times.queued:
-                same = itertools.takewhile(bool, map(operator.eq, prompt[:-1], other))
+                same = itertools.takewhile(bool, map(operator.eq, prompt[:-1], earlier))
                 computed = max(computed, sum(same))
         chunks = -(-(len(prompt) - computed) // size.scheduler.chunk)
         waited = bisect.bisect(turns.done, times.first_token) - bisect.bisect(turns.done, times.queued)
@@ -187,15 +194,17 @@ def measure_first_tokens(size: Size) -> dict[str, float]:
 
 
 def measure_bubble(size: Size) -> dict[str, float]:
-    """`bubble`, and `idle_cpu` of the same engine."""
-    model, rows = Decoder(size.config, rngs=nnx.Rngs(0)), size.model_rows
+    """Measures `bubble`, and `idle_cpu` of the same engine."""
+    model = Decoder(size.config, rngs=nnx.Rngs(0))
+    rows = size.model_rows
     prompts = random_prompts(size.config.vocab_size, (rows, 32)).tolist()
     spec = spec_of(model, rows, 32 + size.new, 2 * rows * -(-(32 + size.new) // 16))
     with Engine(model, kvjax.Cache.create(spec)) as engine:
         with Turns() as turns:
             handles = asyncio.run(listened_to(engine, prompts, size.new, 0))
         engine.drain()
-        cpu, wall = time.process_time(), time.monotonic()
+        cpu = time.process_time()
+        wall = time.monotonic()
         time.sleep(size.idle)
         idle = (time.process_time() - cpu) / (time.monotonic() - wall)
     outputs, _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), make_requests(prompts, max_new_tokens=size.new))
@@ -209,8 +218,9 @@ def measure_bubble(size: Size) -> dict[str, float]:
 
 
 def measure_memory(size: Size, clients: Clients) -> dict[str, float]:
-    """`memory_growth`."""
-    rng, megabytes = np.random.default_rng(2), list[float]()
+    """Measures `memory_growth`."""
+    rng = np.random.default_rng(2)
+    megabytes = list[float]()
     with serving(size) as port:
         for _ in range(size.times):
             prompts = rng.integers(3, 60, (size.requests, 24)).tolist()

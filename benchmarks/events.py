@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events in the forms that others read: CPU time of one core, and a comparison of what readers get.
+"""Events in the formats of other systems: CPU time of a core, and a comparison of the events which readers get.
 
-Batches of 256 stored blocks go from the arrays of a transition to payloads: prompts of 8 blocks each, and then blocks
-that decoding rows have filled, one of a row. So do batches with as many blocks removed, and payloads back to a mirror.
-A resync is the payloads of a whole index. The batches of stored blocks are written as TensorRT-LLM's JSON lines too.
-What is read back is compared with the events; of prompts and decoding rows the slower rate counts.
+Batches of 256 stored blocks go from the arrays of a transition to payloads. The first kind of batch has prompts of 8
+blocks each, and the second kind has blocks filled by decoding rows, a block per row. Further batches also have as many
+removed blocks, or are read back into a mirror. A resync is the payloads of a whole index. The batches of stored blocks
+are written as TensorRT-LLM's JSON lines too. The benchmark compares the events it reads back with the events it wrote.
+The slower rate counts, of prompts and of decoding rows.
 
-`generate` of the demo's model runs with a publisher as its listener, and with all listeners at once (publisher, agent,
-metrics, TensorRT-LLM's lines, log and trace), in turn with one without. Each of a pair begins with an empty cache,
-pairs alternate in who comes first, and the median pair counts. What publisher, metrics, lines and log have is compared
-with the cache after each run; this takes no part in the time, and so does no subscriber.
+`generate` of the demo's model runs with a publisher as its listener, and with all listeners together (publisher, agent,
+metrics, TensorRT-LLM's lines, log and trace). Each run takes turns with a run without a listener. Each run of a pair
+begins with an empty cache, the order alternates, and the median pair counts. After each run the records of publisher,
+metrics, lines and log are compared with the cache. The comparison and subscribers do not count.
 """
 
 from __future__ import annotations
@@ -55,71 +56,79 @@ BARS = {
     "all_listeners_cpu_ratio": Bar("CPU time of `generate` with all listeners, to without"),
 }
 NOTES = """
-`generate` calls listeners while the next loop runs, so that a spare core hides a part of them. Listener cost grows with
-the number of events, not with the model. The demo's model computes for less than a millisecond of CPU per event, so
-that its ratio is near the worst case. For the same events alone a listener took 8 to 21 µs of each: TensorRT-LLM's
-lines and publisher most, trace and log least. All together take less than their sum, since events are read, folded into
-an index and hashed once for all of them.
+`generate` calls listeners while the next loop runs, so a spare core hides a part of them. The cost of listeners grows
+with the number of events, not with the model. The demo's model computes for less than a millisecond of CPU per event,
+so its ratio is near the worst case. A listener took 8 to 21 µs per event, with the same events and no other listener:
+TensorRT-LLM's lines and the publisher took the longest, trace and log the shortest. All listeners together take less
+than their sum, since events are read, folded into an index and hashed once for all of them.
 """
 
 
 def records(kind: EventKind, blocks: np.ndarray, generation: int) -> np.ndarray:
-    """i32[n, 9]; one of a kind for each block."""
+    """i32[n, 9]; a record of this kind for each block."""
     rows = np.zeros((len(blocks), 9), np.int32)
-    rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 8] = kind, blocks, generation, 35
+    rows[:, 0] = kind
+    rows[:, 2] = blocks
+    rows[:, 3] = generation
+    rows[:, 8] = 35
     return rows
 
 
 def stored(blocks: np.ndarray, generation: int, chain: int, size: int, root: tuple[int, int]) -> np.ndarray:
-    """i32[n, 9]; blocks that follow each other `chain` at a time, the first of them under the node `root`."""
-    rows, first = records(EventKind.STORED, blocks, generation), np.arange(len(blocks)) % chain == 0
+    """i32[n, 9]; stored blocks in chains of `chain` blocks. Each chain begins at the node `root`."""
+    rows = records(EventKind.STORED, blocks, generation)
+    first = np.arange(len(blocks)) % chain == 0
     rows[:, 4] = np.where(first, root[0], np.roll(blocks, 1))
-    rows[:, 5], rows[:, 6] = np.where(first, root[1], generation), size
+    rows[:, 5] = np.where(first, root[1], generation)
+    rows[:, 6] = size
     return rows
 
 
 def events(rows: np.ndarray, size: int, rng: np.random.Generator) -> Events:
-    """A transition's events, with tokens drawn at random."""
+    """A transition's events, with random tokens."""
     tokens = rng.integers(0, VOCABULARY, (len(rows), size)).astype(np.int32)
     none = np.zeros(1, np.int32)
     return Events(rows, Text(tokens, None), none, none, none, none[0])  # pyright: ignore[reportArgumentType]
 
 
 class Traffic:
-    """A cache's events, batch by batch."""
+    """Events of a cache, in batches."""
 
     def __init__(self, batches: int, size: int, chain: int):
-        self.size, self.chain, self.rng = size, chain, np.random.default_rng(0)
+        self.size = size
+        self.chain = chain
+        self.rng = np.random.default_rng(0)
         blocks = 1 + batches * BATCH
         self.spec = kvjax.make_spec(num_blocks=blocks, max_seqs=1, max_length=size, block_size=size)
         self.parts = np.split(np.arange(1, blocks), batches)
         self.generation = 1
 
     def root(self) -> Events:
-        """The block that all others follow, and with it the namespace."""
+        """The parent of all chains, and its generation with the namespace."""
         return events(stored(np.array([0]), 1, 1, self.size, (-1, 0)), self.size, self.rng)
 
     def batches(self, removed: bool, added: bool) -> list[Events]:
-        """Batches of as many blocks removed, added, or both."""
-        old, self.generation = self.generation, self.generation + added
+        """Batches of blocks removed, added, or both."""
+        old = self.generation
+        self.generation = self.generation + added
         rows = ([records(EventKind.REMOVED, blocks[::-1], old)] * removed
                 + [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
                 for blocks in self.parts)  # fmt: skip
-        return [events(np.concatenate(each), self.size, self.rng) for each in rows]
+        return [events(np.concatenate(records), self.size, self.rng) for records in rows]
 
 
 KINDS = {"stored": (False, True), "exchanged": (True, True), "removed": (True, False)}  # removed, added
 
 
 def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of CPU time, and the result."""
+    """CPU seconds of a call, and its result."""
     start = time.process_time()
     result = run()
     return time.process_time() - start, result
 
 
 class Wire(NamedTuple):
-    """What writes events, what reads it, and the tokens of a block that was read, behind those of its prefix."""
+    """A format of events: functions to write and to read events, and the tokens of a read block after its prefix's."""
 
     encode: Callable[[Events], Any]
     follow: Callable[[Any], object]
@@ -129,15 +138,17 @@ class Wire(NamedTuple):
 
 
 def vllm_wire(traffic: Traffic) -> Wire:
-    """Payloads as vLLM publishes them."""
-    encoder, mirror = Encoder(traffic.spec), Mirror()
+    """Payloads in vLLM's format."""
+    encoder = Encoder(traffic.spec)
+    mirror = Mirror()
     follow = lambda payloads: [mirror.apply(decode(payload)) for payload in payloads]  # noqa: E731
     return Wire(encoder.encode, follow, mirror, lambda prefix: prefix.tokens[-traffic.size :], encoder.snapshot)
 
 
 def lines_wire(traffic: Traffic) -> Wire:
     """TensorRT-LLM's JSON lines."""
-    writer, mirror = trtllm.Writer(traffic.spec), trtllm.Mirror()
+    writer = trtllm.Writer(traffic.spec)
+    mirror = trtllm.Mirror()
     return Wire(
         writer.lines, mirror.follow, mirror, lambda prefix: (token for token, _ in prefix.tokens[-traffic.size :])
     )
@@ -146,16 +157,18 @@ def lines_wire(traffic: Traffic) -> Wire:
 def measure_wire(
     make: Callable[[Traffic], Wire], batches: int, size: int, chain: int, repeats: int
 ) -> dict[str, float]:
-    """Events a second: stored alone; with as many removed; removed; and read back into a mirror, stored alone."""
-    traffic, least = Traffic(batches, size, chain), dict.fromkeys((*KINDS, "mirrored"), np.inf)
-    wire, first = make(traffic), traffic.root()
+    """Events per second of batches: stored, stored and removed, removed, and stored events read into a mirror."""
+    traffic = Traffic(batches, size, chain)
+    least = dict.fromkeys((*KINDS, "mirrored"), np.inf)
+    wire = make(traffic)
+    first = traffic.root()
     wire.follow(wire.encode(first))
     for _ in range(repeats):
         for name, kind in KINDS.items():
             sent = traffic.batches(*kind)
             seconds, written = cpu(lambda sent=sent: [wire.encode(batch) for batch in sent])
             least[name] = min(least[name], seconds)
-            seconds, _ = cpu(lambda written=written: [wire.follow(some) for some in written])
+            seconds, _ = cpu(lambda written=written: [wire.follow(payloads) for payloads in written])
             if name == "stored":
                 least["mirrored"] = min(least["mirrored"], seconds)
             wanted = 1 if name == "removed" else 1 + batches * BATCH
@@ -170,16 +183,18 @@ def measure_wire(
                 read = sum(sum(wire.tokens(prefix)) for prefix in wire.mirror.index)
                 same = read == sum(int(tokens.astype(np.int64).sum()) for tokens in stored)
                 common.require(same, "the tokens read are not those stored")
-    number = batches * BATCH
-    return {name: (2 if name == "exchanged" else 1) * number / seconds for name, seconds in least.items()}
+    num_events = batches * BATCH
+    return {name: (2 if name == "exchanged" else 1) * num_events / seconds for name, seconds in least.items()}
 
 
 def measure_resync(blocks: int, repeats: int) -> float:
-    """CPU seconds of the payloads of an index."""
-    traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
+    """CPU seconds to write the payloads of an index."""
+    traffic = Traffic(blocks // BATCH, 16, PROMPT)
+    least = np.inf
     sent = [traffic.root(), *traffic.batches(*KINDS["stored"])]
     for _ in range(repeats):
-        encoder, mirror = Encoder(traffic.spec), Mirror()
+        encoder = Encoder(traffic.spec)
+        mirror = Mirror()
         for batch in sent:
             encoder.follow(batch)
         seconds, payloads = cpu(encoder.snapshot)
@@ -195,7 +210,7 @@ Entries = dict[tuple[int, int, tuple], tuple[int, int]]  # as `events.index_of` 
 
 
 class Work(NamedTuple):
-    """What is generated, and the right first token of each answer."""
+    """The prompts to generate from, and the right first token of each answer."""
 
     model: Any
     spec: kvjax.CacheSpec
@@ -204,21 +219,21 @@ class Work(NamedTuple):
 
 
 class Listening(NamedTuple):
-    """A listener, and a check of what it has against a cache and what was generated."""
+    """A listener, and a function to compare its records with a cache and with the outputs."""
 
     listener: Callable[[Any], object] | None
     check: Callable[[kvjax.Cache, list[kvjax.serving.Output]], object]
 
 
 def make_work(documents: int, questions: int) -> Work:
-    """So many questions about each of so many documents."""
+    """The given number of questions about each document."""
     model, _ = load_recall()
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320, block_size=8, dtype="float32"
     )
     rng = np.random.default_rng(0)
     texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
-    chosen = [one for text in texts for one in demo.questions(text, list(text.facts)[:questions])]
+    chosen = [question for text in texts for question in demo.questions(text, list(text.facts)[:questions])]
     return Work(model, spec, *zip(*chosen, strict=True))
 
 
@@ -229,13 +244,13 @@ def nobody(spec: kvjax.CacheSpec) -> contextlib.nullcontext[Listening]:
 
 @contextlib.contextmanager
 def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
-    """A publisher as vLLM's."""
+    """A publisher in vLLM's format."""
 
     def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
         index = kvjax.events.index_of(cache.state)
         wanted = sorted(path for _, _, path in index if len(path) % spec.block_size == 0)
         with Subscriber(source.endpoint, source.replay_endpoint) as sub:
-            reached = sub.wait(lambda one: one.complete and sorted(prefix.tokens for prefix in one.index) == wanted, 60)
+            reached = sub.wait(lambda reader: reader.complete and sorted(x.tokens for x in reader.index) == wanted, 60)
             common.require(reached, f"{len(sub)} blocks were published of {len(wanted)}")
 
     with Publisher(spec, bind=ANY, replay=ANY) as source:
@@ -245,13 +260,16 @@ def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
 
 @contextlib.contextmanager
 def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Listening]:
-    """All of them, as `models.generate` puts them together, and TensorRT-LLM's lines."""
-    registry, lines, logged = prometheus_client.CollectorRegistry(), io.StringIO(), io.StringIO()
+    """All listeners, combined as in `models.generate`, and TensorRT-LLM's lines."""
+    registry = prometheus_client.CollectorRegistry()
+    lines = io.StringIO()
+    logged = io.StringIO()
     with (
         a_publisher(spec) as published, Agent(spec, port=0) as agent, Metrics(registry, spec) as metrics,
         Trace(spec, io.StringIO()) as trace,
     ):  # fmt: skip
-        writer, log = trtllm.Writer(spec, lines), Log(logged)
+        writer = trtllm.Writer(spec, lines)
+        log = Log(logged)
         listeners = [log.write, trace.write, published.listener, agent.publish, metrics.observe, writer.write]
         agent.flush()
 
@@ -277,12 +295,12 @@ def _check_lines(lines: str, index: Entries) -> None:
 
 
 def _check_log(entries: list[dict[str, Any]], index: Entries) -> None:
-    found = kvjax.fold([event for entry in entries for event in entry["events"]]).index
-    common.require(found == index, f"{len(found)} blocks are in the log of {len(index)}")
+    cached = kvjax.fold([event for entry in entries for event in entry["events"]]).index
+    common.require(cached == index, f"{len(cached)} blocks are in the log of {len(index)}")
 
 
 def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[kvjax.serving.Output]) -> None:
-    """Counters equal what was logged and what was generated."""
+    """Compares counters with the log and with the outputs."""
     kinds = [event["kind"] for entry in entries for event in entry["events"]]
     wanted = {f"{kind}_blocks": kinds.count(kind) for kind in ("stored", "removed", "copied")} | {
         "queried_tokens": sum(output.prompt_tokens for output in outputs),
@@ -293,25 +311,25 @@ def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[k
 
 
 def measure_listeners(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> tuple[float, float]:
-    """Wall and CPU time of `generate` with listeners, to one without: the medians of pairs."""
+    """Ratios of wall and CPU time of `generate`, with listeners to without, as medians of pairs."""
 
     def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> np.ndarray:
         cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
-        with opened(work.spec) as own:
+        with opened(work.spec) as follower:
             before = np.array([time.perf_counter(), time.process_time()])
-            outputs, cache, _ = kvjax.generate(
-                work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=own.listener
-            )
+            options = {"max_new_tokens": NEW_TOKENS, "log_events": False, "listener": follower.listener}
+            outputs, cache, _ = kvjax.generate(work.model, cache, work.prompts, **options)
             took = np.array([time.perf_counter(), time.process_time()]) - before
             right = sum(output.tokens[0] == answer for output, answer in zip(outputs, work.answers, strict=True))
             common.require(right >= 0.98 * len(work.prompts), f"{right} of {len(work.prompts)} answers are right")
-            own.check(cache, outputs)
+            follower.check(cache, outputs)
         return took
 
-    ways, ratios = [nobody, listening], []
+    ways = [nobody, listening]
+    ratios = []
     for _ in range(pairs + 1):  # the first one compiles
         ways.reverse()
-        took = {way: timed(way) for way in ways}
+        took = {kind: timed(kind) for kind in ways}
         ratios.append(took[listening] / took[nobody])
     wall, cpu = np.median(ratios[1:], axis=0).tolist()
     return wall, cpu
@@ -335,6 +353,6 @@ def measure(size):
         "resync_s": measure_resync(size.blocks, min(size.rounds, 3)),
     }
     work = make_work(size.documents, size.questions)
-    for name, way in (("listener", a_publisher), ("all_listeners", all_at_once)):
-        wall, cpu = measure_listeners(work, way, size.pairs)
+    for name, opened in (("listener", a_publisher), ("all_listeners", all_at_once)):
+        wall, cpu = measure_listeners(work, opened, size.pairs)
         yield {f"{name}_ratio": wall, f"{name}_cpu_ratio": cpu}

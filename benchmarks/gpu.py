@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of a GPU share: records of failures too, device time, and the ceilings of the machine.
+"""Tools of the GPU benchmarks: records of figures and failures, device time, and the machine's ceilings.
 
-A program is a chain of calls of which each needs the result of the one before. It is queued many times without
-waiting, so that launching is hidden wherever the device takes longer than the host; time is the host's clock over the
-number of calls, the median of several rounds. Where the device is faster than the host, `profiled` asks the profiler.
+A program is a chain of calls, where each call needs the result of the call before. It is queued many times without
+waiting, which hides launches if the device takes longer than the host. Its time is the host's time divided by the
+number of calls, as the median of several rounds. If the device is faster than the host, `profiled` asks the profiler.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ DECIDES = {
 
 
 class Effort(NamedTuple):
-    """How long to measure: each round about so many seconds, so many rounds."""
+    """The approximate seconds of a round, and the number of rounds."""
 
     seconds: float = 0.05
     rounds: int = 7
 
 
 class Record:
-    """Figures {implementation: {metric: value}} of a section, printed as they come, and what went wrong.
+    """Figures {implementation: {metric: value}} of a section, printed as they come, together with failures.
 
-    The device's ceilings may be known before. It also has the profiler's times of kernels, and lines about choices that
-    were faster.
+    You may pass the device's ceilings if they are known. A record also has the profiler's times of kernels, and lines
+    about faster choices.
     """
 
     def __init__(self, ceilings: Mapping[str, float] | None = None):
         self.metrics: dict[str, dict[str, float]] = collections.defaultdict(dict, device=dict(ceilings or {}))
-        self.not_measured, self.errors = dict[str, str](), dict[str, str]()
-        self.kernels_us, self.faster = dict[str, dict[str, float]](), list[str]()
+        self.not_measured = dict[str, str]()
+        self.errors = dict[str, str]()
+        self.kernels_us = dict[str, dict[str, float]]()
+        self.faster = list[str]()
 
     def add(self, who: str, metric: str, value: float) -> None:
         """Adds a figure, unless it is NaN."""
@@ -63,19 +65,19 @@ class Record:
             print(f"  {who:8} {metric:44} {value:>12,.6g}", flush=True)
 
     def rate(self, who: str, metric: str, value: float, ceiling: str) -> None:
-        """Adds a rate per second, and its share of a ceiling, which is one of the device's figures."""
+        """Adds a rate per second, and its share of a ceiling of the device."""
         kind, unit = ceiling.split("_", 1)
         self.add(who, f"{metric}_{unit}", value / 1e12)
         self.add(who, f"{metric}_of_{kind}", value / 1e12 / self.metrics["device"].get(ceiling, float("nan")))
 
     def skip(self, what: str, why: object) -> None:
-        """Notes what could not be measured, which is no error."""
+        """Notes something which could not be measured. This is no error."""
         self.not_measured[what] = str(why)[:500]
         print(f"  {what}: not measured: {str(why)[:500]}", flush=True)
 
     @contextlib.contextmanager
     def guard(self, what: str, ours: bool = True):
-        """Records a failure inside, as an error if the code is ours, and goes on."""
+        """Records a failure inside, and goes on. It is an error if the code is ours."""
         try:
             yield
         except (NotImplementedError, ModuleNotFoundError) as refusal:
@@ -101,25 +103,28 @@ def has_gpu() -> bool:
 
 
 def served(function: str) -> list[str]:
-    """The implementations of a function that this machine can run, less those that `tuning.switched` has off."""
-    usable = [who for who in pallas_kernels.IMPLEMENTATIONS if has_gpu() or who not in pallas_kernels.PLATFORMS]
+    """The implementations of a function on this machine, unless `tuning.switched` has switched them off."""
+    platforms = ("cuda", None) if has_gpu() else (None,)
+    usable = [who for who in pallas_kernels.IMPLEMENTATIONS if pallas_kernels.PLATFORMS.get(who) in platforms]
     return [who for who in usable if who in ("xla", tuning.SWITCHED.get(function, who))]
 
 
 def key(seed: int) -> jax.Array:
-    """A key whose random numbers compile fast."""
+    """A key with fast random numbers."""
     return jax.random.key(seed, impl="unsafe_rbg")
 
 
-def time_s(program: Callable[..., Any], state: Any, args: tuple, effort: Effort, most: int = 1000) -> tuple[float, Any]:
-    """Median seconds of a program, (state, *args) -> state, which may donate its state; and the last state.
+def time_s(
+    program: Callable[..., Any], state: Any, args: tuple, effort: Effort, max_runs: int = 1000
+) -> tuple[float, Any]:
+    """Median seconds of a program (state, *args) -> state, which may donate its state. Also returns the last state.
 
-    At most `most` runs are queued at once: without donation each may hold a result of its own.
+    At most `max_runs` runs are queued, since each run may hold a result in memory unless it donates.
     """
     state = jax.block_until_ready(program(state, *args))  # compiles
     began = time.perf_counter()
     state = jax.block_until_ready(program(state, *args))
-    runs = max(1, min(round(effort.seconds / (time.perf_counter() - began)), most))
+    runs = max(1, min(round(effort.seconds / (time.perf_counter() - began)), max_runs))
     times = []
     for _ in range(effort.rounds):
         began = time.perf_counter()
@@ -131,7 +136,7 @@ def time_s(program: Callable[..., Any], state: Any, args: tuple, effort: Effort,
 
 
 def profiled(record: Record, who: str, name: str, program, state, args, calls: int, runs: int = 5) -> None:
-    """Adds the profiler's device time for one call of a compiled program, and that of each kernel, in microseconds."""
+    """Adds the profiler's device time for a call of a compiled program and for each kernel, in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(runs):
@@ -148,7 +153,7 @@ def profiled(record: Record, who: str, name: str, program, state, args, calls: i
 
 
 def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
-    """Microseconds of a trace in which any stream of a GPU was at work, and the sum for each kernel."""
+    """Microseconds of a trace in which any stream of a GPU is busy, and the sum for each kernel."""
     events = list(events)
     streams = {
         (event["pid"], event["tid"])
@@ -158,7 +163,9 @@ def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float
     work = [event for event in events if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams]
     if not work:
         raise NotImplementedError("the profiler's trace has no events on a GPU's streams")
-    kernels, busy, end = collections.Counter(), 0.0, float("-inf")
+    kernels = collections.Counter()
+    busy = 0.0
+    end = float("-inf")
     for event in sorted(work, key=lambda event: event["ts"]):
         kernels[event["name"]] += event["dur"]
         busy += max(event["ts"] + event["dur"] - max(event["ts"], end), 0.0)
@@ -167,7 +174,7 @@ def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float
 
 
 def random_pool(shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Blocks of random numbers and a last one of NaN, if the dtype has it; block by block, so without temporaries."""
+    """Random blocks and a last block of NaN, if the dtype has NaN. They are made block by block to save memory."""
     last = 0 if jnp.dtype(dtype).itemsize == 1 else jnp.nan
 
     def fill(i, pool):
@@ -179,9 +186,9 @@ def random_pool(shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def ceilings(record: Record, copied_bytes: int, side: int, effort: Effort) -> None:
-    """The machine's ceilings: bytes/s of a copy on the device, read and written, and FLOP/s of a matrix product."""
+    """Measures the machine's ceilings: bytes/s, read and written, of a copy on the device, and FLOP/s of a product."""
     x = jax.jit(lambda: jax.random.normal(key(0), (copied_bytes // 2,), jnp.bfloat16))()
-    seconds, _ = time_s(jax.jit(jnp.copy), x, (), effort, most=8)
+    seconds, _ = time_s(jax.jit(jnp.copy), x, (), effort, max_runs=8)
     record.add("device", "copy_tb_s", 2 * x.nbytes / seconds / 1e12)
 
     def products(x, y):
@@ -195,7 +202,7 @@ def ceilings(record: Record, copied_bytes: int, side: int, effort: Effort) -> No
 
 
 def differs(got: Any, wanted: Any) -> float:
-    """The largest relative error of a vector along the last axis; NaN and infinities count as such."""
+    """The largest relative error of a vector along the last axis. NaN and infinities count as errors."""
     got, wanted = (jnp.asarray(x, jnp.float32) for x in (got, wanted))
     error = jnp.linalg.norm(got - wanted, axis=-1) / jnp.maximum(jnp.linalg.norm(wanted, axis=-1), 1e-6)
     return float(jnp.max(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on a GPU, for `benchmarks.kernels`: decode and prefill by every implementation, and by jax's own."""
+"""Attention on a GPU, for `benchmarks.kernels`: decode and prefill by all implementations, and by jax's kernels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TOLERANCE = 0.03  # relative error of a head's result, bf16
 
 
 class Shape(NamedTuple):
-    """A batch of `rows` of `length` tokens over a pool of so many layers; in prefill the last `chunk` are queries.
+    """A batch of `rows` of `length` tokens over a pool of `layers` layers. In prefill the last `chunk` are queries.
 
-    If it is ragged, lengths are from 1 to `length`; if it is skewed, all rows but one have a 32nd of it.
+    A ragged batch has lengths from 1 to `length`. In a skewed batch all rows except the first have a 32nd of `length`.
     """
 
     rows: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """The arguments of attention beside q and the layer; `scales` of a quantised pool, else None."""
+    """The arguments of attention except the layer. `scales` is None unless the pool is quantized."""
 
     q: jax.Array
     pool: jax.Array
@@ -47,8 +47,9 @@ class Case(NamedTuple):
 
 
 def make_case(shape: Shape) -> Case:
-    """Every row's blocks are scattered over the pool."""
-    rng, (heads, kv_heads, width) = np.random.default_rng(0), shape.heads
+    """Random inputs. The blocks of all rows are scattered over the pool."""
+    rng = np.random.default_rng(0)
+    (heads, kv_heads, width) = shape.heads
     lengths = np.full(shape.rows, shape.length)
     if shape.ragged:
         lengths = np.r_[1, rng.integers(1, shape.length, shape.rows - 2), shape.length]
@@ -64,36 +65,40 @@ def make_case(shape: Shape) -> Case:
         scales = scales / 32 if pool.dtype == jnp.int8 else scales
     token_bytes = 2 * kv_heads * (width * pool.dtype.itemsize + (4 if scales is not None else 0))
     q = jax.random.normal(gpu.key(2), (shape.chunk or shape.rows, heads, width), jnp.bfloat16)
-    tables, lengths = jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    tables = jnp.asarray(tables, jnp.int32)
+    lengths = jnp.asarray(lengths, jnp.int32)
     return Case(q, pool, scales, tables, lengths, float(jnp.sum(lengths)) * token_bytes)
 
 
 def caller(who: str, shape: Shape) -> Callable[..., Any]:
-    """Attention of a layer by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
+    """A layer's attention by an implementation, for `chain`: decode if the shape's chunk is 0, else prefill."""
 
     def attend(q, layer, pool, scales, tables, lengths):
-        name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
+        name = "decode_attention"
+        prefill_args = ()
+        options = {"scale": shape.heads[2] ** -0.5, "scales": scales}
         if shape.chunk:
-            name, options["max_count"] = "prefill_attention", shape.chunk
-            more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
-        return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
+            name = "prefill_attention"
+            options["max_count"] = shape.chunk
+            prefill_args = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
+        return pallas_kernels.call(name, q, pool, layer, tables, lengths, *prefill_args, implementation=who, **options)
 
     return attend
 
 
 def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """A program of so many calls, (q, *args) -> q; the function takes the call's number too."""
+    """A program of `calls` calls, (q, *args) -> q. The function also takes the index of the call."""
 
     def run(q, *args):
-        for number in range(calls):
-            q = function(q, number, *args)
+        for call_index in range(calls):
+            q = function(q, call_index, *args)
         return q
 
     return jax.jit(run)
 
 
 def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) -> None:
-    """One shape of decode or prefill, by every implementation and by jax's own."""
+    """Measures a shape of decode or prefill, by all implementations and by jax's kernels."""
     case = make_case(shape)
     args = (case.pool, case.scales, case.tables, case.lengths)
     pairs = shape.chunk * (shape.length - shape.chunk) + shape.chunk * (shape.chunk + 1) // 2
@@ -112,9 +117,11 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
     wanted = twin(4 * case.q, *args)
     for who in gpu.served(f"{kind}_attention"):
         with record.guard(f"{kind}_{name} {who}"):
-            calls, program = 1, twin  # more of the twin would take long to compile
+            calls = 1
+            program = twin  # more of the twin would take long to compile
             if who != "xla":
-                calls, function = most_calls, caller(who, shape)
+                calls = most_calls
+                function = caller(who, shape)
                 error = gpu.differs(chain(function, 1)(4 * case.q, *args), wanted)
                 common.require(error <= TOLERANCE, f"{who} differs from its twin by {error}")
                 program = chain(function, calls)
@@ -128,7 +135,7 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
         with record.guard(f"{kind}_{name} {who}", ours=False):
             kv = [prepare(*args, layer) for layer in np.arange(min(copies, shape.layers))]
             calls = max(len(kv), 4)
-            on_layer = functools.partial(lambda call, q, number, kv: call(q, *kv[number % len(kv)]), call)
+            on_layer = functools.partial(lambda call, q, call_index, kv: call(q, *kv[call_index % len(kv)]), call)
             program = chain(on_layer, calls)
             if not shape.chunk:
                 error = gpu.differs(chain(on_layer, 1)(4 * case.q, kv), wanted)
@@ -139,9 +146,10 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
 
 
 def jax_own(shape: Shape) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Over contiguous K/V, a chunk without a mask since jax has none for chunks; and jax's paged kernel for decode.
+    """Attention of jax over contiguous K/V, and jax's paged kernel for decode. It attends a chunk without a mask.
 
-    By name how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q.
+    Returns:
+      By name: (*args, layer) -> kv, which lays out a layer's K/V, and (q, *kv) -> attention like q.
     """
     kv_heads, width = shape.heads[1:]
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's first minutes: what is wrong there, what is slow, and what to change, the most telling first.
+"""A GPU's first minutes: which kernels are wrong, which are slow, and which tile sizes to change.
 
     first ten minutes   python -m benchmarks.gpu_first --out benchmarks/results
-    go on               the same again: what is done is not measured again, but for --again NAME
+    go on               the same command: it measures the missing sections, and the sections of --again NAME
 
-It needs jax, numpy and, for whole models, flax. Sections run one after the other in a process that is killed when one
-takes longer than it may, and begun anew after a failure, so that a kernel that hangs or breaks the device costs its
-section alone. A kernel that is wrong, raises or hangs is switched off for the sections after it, by the variable
-KVJAX_KERNELS (`pallas_kernels.tuning.switched`), which also switches it off for users. The result is one file, whole at
-any time. Without a GPU only `--quick` measures: tiny shapes and interpreted kernels, to see that all runs.
+It needs jax, numpy and, for whole models, flax. The sections with the most telling results come first. They run one
+after the other in a process, which is killed if a section takes too long, and started anew after a failure. So a kernel
+which hangs or breaks the device only costs its section. A kernel which is wrong, raises or hangs is switched off for
+the next sections, by the variable KVJAX_KERNELS (`pallas_kernels.tuning.switched`). You can switch it off in the same
+way. The result is a file which is complete at any time. Without a GPU only `--quick` runs: it checks the sections with
+tiny shapes and interpreted kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ check_name = "check {} {}".format  # of a function, by an implementation
 
 
 def sections(quick: bool) -> dict[str, Callable[[Any], None]]:
-    """All sections, in their order: each measures, given a `benchmarks.gpu.Record`."""
+    """All sections in their order: functions of a `benchmarks.gpu.Record`."""
     from benchmarks import kernels
     from tests.kernels import on_gpu
 
@@ -56,9 +57,9 @@ def sections(quick: bool) -> dict[str, Callable[[Any], None]]:
 
         return run
 
-    found = {"device": describe, **{check_name(*check): checked(*check) for check in on_gpu.CHECKS}}
-    found |= kernels.sections(kernels.QUICK if quick else kernels.FULL)
-    return {name: found[name] for name in sorted(found, key=lambda name: ORDER.index(_begins(name, ORDER)))}
+    measured = {"device": describe, **{check_name(*check): checked(*check) for check in on_gpu.CHECKS}}
+    measured |= kernels.sections(kernels.QUICK if quick else kernels.FULL)
+    return {name: measured[name] for name in sorted(measured, key=lambda name: ORDER.index(_begins(name, ORDER)))}
 
 
 def _begins(name: str, starts: Iterable[str]) -> str:
@@ -66,19 +67,19 @@ def _begins(name: str, starts: Iterable[str]) -> str:
 
 
 def switches(failed: Collection[str]) -> dict[str, str]:
-    """What serves the functions whose checks are among the sections that failed: Triton's kernel, if it has not."""
+    """A replacement for each function with a failed check: Triton's kernel, unless its check failed too, else XLA."""
     from tests.kernels.on_gpu import CHECKS
 
-    found = {}
+    replacements = {}
     for function, who in CHECKS:
         if check_name(function, who) in failed:
-            other = check_name(function, "triton")
-            found[function] = "triton" if who == "mosaic" and other not in failed else "xla"
-    return found
+            triton = check_name(function, "triton")
+            replacements[function] = "triton" if who == "mosaic" and triton not in failed else "xla"
+    return replacements
 
 
 def describe(record: Any) -> None:
-    """The device and the versions are in the record; one product says that it computes."""
+    """Records whether a product on the device is right. `work` records the device and the versions."""
     import jax.numpy as jnp
 
     x = jnp.ones((256, 256), jnp.bfloat16)
@@ -86,18 +87,20 @@ def describe(record: Any) -> None:
 
 
 def work(names: Sequence[str], quick: bool, ceilings: dict[str, float]) -> None:
-    """Runs sections; prints a line when each begins, and one of JSON when it has ended. It ends after a failure.
+    """Runs sections. Prints a line when a section begins, and a line of JSON when it ends. Stops after a failure.
 
-    `ceilings` are those of the device, if they are measured.
+    `ceilings` has the ceilings of the device, if they are measured.
     """
     import jax
 
     from benchmarks import common, gpu
 
-    chosen, about = sections(quick), {"device": jax.devices()[0].device_kind, "driver": gpu.driver(), **common.where()}
+    chosen = sections(quick)
+    about = {"device": jax.devices()[0].device_kind, "driver": gpu.driver(), **common.where()}
     for name in names:
         print(f"{BEGIN}{name}", flush=True)
-        began, record = time.monotonic(), gpu.Record(ceilings)
+        began = time.monotonic()
+        record = gpu.Record(ceilings)
         with record.guard(name):
             chosen[name](record)
         if name == "ceilings":
@@ -114,33 +117,39 @@ def work(names: Sequence[str], quick: bool, ceilings: dict[str, float]) -> None:
 
 
 class Watch:
-    """Runs sections in processes with these options until a time by the monotonic clock, and goes on with a file."""
+    """Runs sections in processes with these options, until a time of the monotonic clock, and updates a file."""
 
     def __init__(self, file: pathlib.Path, options: Sequence[str], end: float):
-        self.file, self.options, self.end = file, options, end
+        self.file = file
+        self.options = options
+        self.end = end
         self.result: dict[str, Any] = {"benchmark": "gpu_first", "about": {}, "sections": {}}
         with contextlib.suppress(FileNotFoundError):
             self.result = json.loads(file.read_text())
 
     def run(self, chosen: Collection[str], scale: float) -> None:
-        """Runs what is not done yet; `scale` multiplies the seconds that sections may take."""
-        while left := [name for name in chosen if name not in self.result["sections"]]:
-            if time.monotonic() >= self.end or not self._some(left, scale):
+        """Runs the missing sections. `scale` multiplies the time limits of sections."""
+        while remaining := [name for name in chosen if name not in self.result["sections"]]:
+            if time.monotonic() >= self.end or not self._some(remaining, scale):
                 return
 
     def _some(self, names: Sequence[str], scale: float) -> bool:
-        """Runs sections in one process until one fails; False if the time is over."""
+        """Runs sections in a process until a section fails. Returns False when the time is over."""
         ceilings = json.dumps(self.result["sections"].get("ceilings", {}).get("metrics", {}).get("device", {}))
         command = [sys.executable, "-m", "benchmarks.gpu_first", *self.options, "--ceilings", ceilings]
         process = subprocess.Popen(
             [*command, "--work", *names], stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
             env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, SWITCHES: self.switches()},
         )  # fmt: skip
-        lines, name, began, deadline = _lines_of(process), names[0], time.monotonic(), time.monotonic() + START
+        lines = _lines_of(process)
+        name = names[0]
+        began = time.monotonic()
+        deadline = time.monotonic() + START
         try:
             while (line := lines.get(timeout=max(min(deadline, self.end) - time.monotonic(), 0.01))) is not None:
                 if line.startswith(BEGIN):
-                    name, began = line.removeprefix(BEGIN), time.monotonic()
+                    name = line.removeprefix(BEGIN)
+                    began = time.monotonic()
                     deadline = began + SECONDS[_begins(name, SECONDS)] * scale
                     print(name, flush=True)
                 elif line.startswith(END):
@@ -162,47 +171,49 @@ class Watch:
         return True
 
     def _note(self, name: str, result: dict[str, Any]) -> None:
-        """Takes the result of a section."""
+        """Stores the result of a section."""
         self.result["about"] |= result.pop("about", {})
         self.result["sections"][name] = result
         self.write()
 
     def switches(self) -> str:
-        """The value of the variable that switches off what has failed."""
-        failed = [name for name, one in self.result["sections"].items() if one.get("errors")]
-        return ",".join(f"{function}={other}" for function, other in switches(failed).items())
+        """The value of the variable KVJAX_KERNELS, which switches failed kernels off."""
+        failed = [name for name, section in self.result["sections"].items() if section.get("errors")]
+        return ",".join(f"{function}={replacement}" for function, replacement in switches(failed).items())
 
     def write(self) -> None:
-        """Writes the file anew, at once."""
+        """Replaces the file."""
         from benchmarks.common import write
 
         write(self.result, self.file)
 
     def summary(self, chosen: Collection[str]) -> list[str]:
-        """At most forty lines: what is wrong, how much slower than a copy, what would be faster, what is left."""
+        """At most forty lines: failures, times compared with a copy, faster choices, and missing sections."""
         done = self.result["sections"]
-        wrong = [f"FAILED {name}: {error}" for one in done.values() for name, error in one.get("errors", {}).items()]
+        errors = [item for section in done.values() for item in section.get("errors", {}).items()]
+        wrong = [f"FAILED {name}: {error}" for name, error in errors]
         off = [f"switched off: {SWITCHES}={value}"] if (value := self.switches()) else []
         shares = {
             f"{metric.removesuffix(end)} {who}": (1 / value, end[4:])
-            for one in done.values()
-            for who, metrics in one.get("metrics", {}).items()
+            for section in done.values()
+            for who, metrics in section.get("metrics", {}).items()
             for metric, value in metrics.items()
             for end in ("_of_copy", "_of_product")
             if metric.endswith(end) and who != "device" and value > 0
         }
-        slow = sorted(shares.items(), key=lambda one: -one[1][0])
+        slow = sorted(shares.items(), key=lambda item: -item[1][0])
         times = [f"{ratio:6.2f}x the time of a {what}: {name}" for name, (ratio, what) in slow]
-        faster = [line for one in done.values() for line in one.get("faster", [])]
-        left = [name for name in chosen if name not in done]
-        more = [f"left for the next call: {len(left)} sections, from {left[0]!r} on"] if left else ["all is done"]
+        faster = [line for section in done.values() for line in section.get("faster", [])]
+        remaining = [name for name in chosen if name not in done]
+        rest = f"left for the next call: {len(remaining)} sections, from {remaining[0]!r} on" if remaining else ""
         head = [f"{self.result['about'].get('device')}, jax {self.result['about'].get('versions', {}).get('jax')}"]
-        fixed = [*head, *wrong[:12], *off, *faster[:6], *more]
-        return [*head, *wrong[:12], *off, *times[: 40 - len(fixed)], *faster[:6], *more]
+        begin = [*head, *wrong[:12], *off]
+        end = [*faster[:6], rest or "all is done"]
+        return [*begin, *times[: 40 - len(begin) - len(end)], *end]
 
 
 def _lines_of(process: subprocess.Popen[str]) -> queue.Queue[str | None]:
-    """The lines that a process prints, then None."""
+    """A queue of the lines which a process prints, and of None at the end."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of a decode step on an H200, from the programs that XLA and Triton compile for it, without a GPU.
+"""A model of a decode step on an H200, from the programs which XLA and Triton compile for it, without a GPU.
 
-A step is extend, the model, commit and the choice of tokens, one graph on the device. Its floor is the time for what
-must move or be multiplied once: weights, K/V of all rows, logits. A kernel takes as long as the longest of its bytes
-at the bandwidth of memory, its products, and, for attention, the instructions of its loop. Nodes of the graph follow
-each other at a fixed distance. None of it is measured: a kernel's latency and the sharing of caches by rows are not in
-it, XLA's products have the tiles that it chooses without timing them, and bytes that stay in the L2 cache count as
-memory.
+A step is `extend`, the model, `commit` and the choice of tokens, in one graph on the device. Its floor is the time to
+move or multiply once: weights, K/V of all rows, logits. The time of a kernel is the longest of three: its bytes at the
+bandwidth of memory, its products, and the instructions of its loop if it computes attention. Nodes of the graph follow
+each other at a fixed distance. Nothing here is measured. The model leaves out the latency of kernels and caches shared
+by rows. XLA chooses the tiles of its products without timing them. Bytes in the L2 cache count as memory.
 
-It needs the compilers of `scripts/gpu_toolchain.sh`. Programs of two and three layers are compiled; their difference is
-each further layer.
+The benchmark needs the compilers of `scripts/gpu_toolchain.sh`. It compiles programs of two and three layers, and their
+difference stands for each further layer.
 """
 
 from __future__ import annotations
@@ -60,12 +59,13 @@ FEW, MORE = 2, 3  # layers of the programs, so that one has a layer more in the 
 
 
 class Node(NamedTuple):
-    """A node of the graph of a step: the name of its kernel, without a number, or "copy".
+    """A node of a step's graph: the name of its kernel, without a number, or "copy".
 
     Attributes:
-      is_of_model: whether the model runs it; the others keep the cache's books and choose tokens.
-      bytes, flops: read and written, but for K/V; of its products, but for attention.
-      kv_instructions: warp instructions for each byte of K/V, of attention.
+      is_of_model: whether the model runs it. Other nodes keep the cache's books or choose tokens.
+      bytes: bytes read and written, except K/V.
+      flops: FLOPs of products, except attention's.
+      kv_instructions: warp instructions of attention for each byte of K/V.
     """
 
     kernel: str
@@ -76,7 +76,7 @@ class Node(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The work of a layer's attention: bytes of K/V, those of its scales too, and products."""
+    """The work of a layer's attention: bytes of K/V, bytes of their scales, and products."""
 
     kv_bytes: int
     scale_bytes: int
@@ -84,7 +84,7 @@ class Attention(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over nodes: seconds of kernels and the number of nodes, of the model and around it."""
+    """Sums over nodes: seconds of kernels and the number of nodes, inside and outside of the model."""
 
     kernels_s: float = 0.0
     nodes: float = 0
@@ -112,7 +112,9 @@ class Estimate(NamedTuple):
 
 def seconds(node: Node, attention: Attention) -> float:
     """The modelled time of a kernel."""
-    moved, flops, instructions = node.bytes, node.flops, 0.0
+    moved = node.bytes
+    flops = node.flops
+    instructions = 0.0
     if node.kv_instructions is not None:
         moved += attention.kv_bytes + attention.scale_bytes
         flops += attention.flops
@@ -120,25 +122,28 @@ def seconds(node: Node, attention: Attention) -> float:
     return max(moved / CONSTANTS["bytes_s"], flops / CONSTANTS["flops_s"], instructions / INSTRUCTIONS_S)
 
 
-def sums(few: Iterable[Node], more: Iterable[Node], layers: int, attention: Attention) -> Sums:
-    """The sums of a program of so many layers, from the nodes of two layers and those of three."""
+def sums(small: Iterable[Node], large: Iterable[Node], layers: int, attention: Attention) -> Sums:
+    """The sums for a program of `layers` layers, from the nodes of its programs of two and three layers."""
     both = []
-    for nodes in (few, more):
+    for nodes in (small, large):
         took = [(seconds(node, attention), node.is_of_model) for node in nodes]
-        own, around = ([s for s, of_model in took if of_model == which] for which in (True, False))
-        both.append((sum(own), len(own), sum(around), len(around)))
+        of_model_s, around = ([s for s, of_model in took if of_model == which] for which in (True, False))
+        both.append((sum(of_model_s), len(of_model_s), sum(around), len(around)))
     return Sums(*(two + (layers - FEW) * (three - two) for two, three in zip(*both, strict=True)))
 
 
-def estimate(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention, floor_s: float) -> Estimate:
-    """The estimate for a model of so many layers, from its programs of two and three layers."""
-    whole, gap = sums(few, more, layers, attention), CONSTANTS["gap_s"]
-    around = whole.around_s + gap * whole.around_nodes
-    return Estimate(*(1e6 * s for s in (floor_s, whole.kernels_s, gap * whole.nodes, around)))
+def estimate(
+    small: Sequence[Node], large: Sequence[Node], layers: int, attention: Attention, floor_s: float
+) -> Estimate:
+    """The estimate for a model of `layers` layers, from the nodes of its programs of two and three layers."""
+    totals = sums(small, large, layers, attention)
+    gap = CONSTANTS["gap_s"]
+    around = totals.around_s + gap * totals.around_nodes
+    return Estimate(*(1e6 * s for s in (floor_s, totals.kernels_s, gap * totals.nodes, around)))
 
 
 class Step(NamedTuple):
-    """A decode step of so many rows that hold `length` tokens each, over K/V of a dtype."""
+    """A decode step of `rows` rows with `length` tokens each, over K/V of a dtype."""
 
     config: ModelConfig
     dtype: str
@@ -147,7 +152,8 @@ class Step(NamedTuple):
 
     def spec(self) -> kvjax.CacheSpec:
         """A cache for the rows and the next block of each."""
-        config, tokens = self.config, self.length + 16
+        config = self.config
+        tokens = self.length + 16
         specs = shape_of(config, max(len(config.layers), MORE)).layer_specs()
         return kvjax.make_spec(
             specs, num_blocks=self.rows * -(-tokens // 16), max_seqs=self.rows, max_length=tokens, dtype=self.dtype
@@ -155,20 +161,23 @@ class Step(NamedTuple):
 
     def attention(self) -> Attention:
         """The work of a layer."""
-        layer, (pool,) = self.config.layers[0], self.spec().groups[0].pools
-        tokens, width = self.rows * self.length, layer.head_dim
+        layer = self.config.layers[0]
+        (pool,) = self.spec().groups[0].pools
+        tokens = self.rows * self.length
+        width = layer.head_dim
         kv = tokens * 2 * layer.kv_heads * width * jnp.dtype(self.dtype).itemsize
-        whole = tokens * pool.block_bytes(16) // (16 * len(pool.layers))
-        return Attention(kv, whole - kv, 4 * tokens * self.config.num_heads * width)
+        layer_bytes = tokens * pool.block_bytes(16) // (16 * len(pool.layers))
+        return Attention(kv, layer_bytes - kv, 4 * tokens * self.config.num_heads * width)
 
     def floor_bytes(self) -> int:
-        """What must move once: weights, K/V of all rows, logits in float32."""
-        attention, logits = self.attention(), 4 * self.rows * self.config.vocab_size
+        """Bytes to move once: weights, K/V of all rows, logits in float32."""
+        attention = self.attention()
+        logits = 4 * self.rows * self.config.vocab_size
         kv = len(self.config.layers) * (attention.kv_bytes + attention.scale_bytes)
         return gpu_step.weight_bytes(shape_of(self.config)) + kv + logits
 
     def floor_s(self) -> float:
-        """The time for that, or for all products, whichever is longer."""
+        """The longer of two times: to move these bytes, and to compute all products."""
         weights = gpu_step.weight_bytes(shape_of(self.config)) // 2  # bf16
         flops = 2 * self.rows * weights + len(self.config.layers) * self.attention().flops
         return max(self.floor_bytes() / CONSTANTS["bytes_s"], flops / CONSTANTS["flops_s"])
@@ -182,16 +191,16 @@ class Step(NamedTuple):
 
 @functools.cache
 def shape_of(config: ModelConfig, layers: int | None = None) -> Decoder:
-    """The shapes of a model, or of one with another number of its layers."""
+    """The shapes of a model, or of a model with another number of its layers."""
     config = config if layers is None else dataclasses.replace(config, layers=config.layers[:1] * layers)
     return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
 def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[str, int]]]:
-    """A step with so many layers, compiled for an H200, over the pools of the whole model.
+    """Compiles a step with `layers` layers for an H200, over the pools of the whole model.
 
     Returns:
-      Its nodes, and ptxas's account of each of its kernels of attention.
+      The nodes of the step, and ptxas's report on each kernel of attention.
     """
     cache = jax.eval_shape(lambda: kvjax.Cache.create(step.spec()))
 
@@ -207,7 +216,8 @@ def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[st
     options = {**gpu.DECIDES["device"], "xla_dump_emitter_re": "ptx"}
     with tempfile.TemporaryDirectory() as dump:
         _, compiled = gpu_compile.compile_for(mesh, run, args, (1,), dump, **options)
-        folder, hlo = pathlib.Path(dump), compiled.as_text()
+        folder = pathlib.Path(dump)
+        hlo = compiled.as_text()
         sizes = {x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pools)}
         kernels: dict[str, dict[str, int]] = {}
         for ptx in folder.glob("*.ptx"):
@@ -220,14 +230,15 @@ def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str
     """The nodes of a program: its kernels and copies.
 
     Raises:
-      ValueError: if some of them run in a loop, so that one node is many launches.
+      ValueError: if nodes run in a loop, so a node is many launches.
     """
     thunks = [thunk for thunk in root if thunk.is_kernel or thunk.kind in gpu_thunks.COPIES]
     if len(thunks) != gpu_thunks.count(root)["launches"]:
         raise ValueError("kernels in a loop")
     nodes = []
     for thunk in thunks:
-        cost, name = module.cost(thunk.instruction), thunk.kernel if thunk.is_kernel else "copy"
+        cost = module.cost(thunk.instruction)
+        name = thunk.kernel if thunk.is_kernel else "copy"
         of_model = is_of_model(thunk) or module.is_in(thunk.instruction, "/model/")
         instructions = instructions_of(kernels[name]) if cost.reads_pool else None
         nodes.append(Node(re.sub(r"_\d+|(?<=_remat)\d+", "", name), of_model, cost.bytes, cost.flops, instructions))
@@ -235,23 +246,23 @@ def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str
 
 
 def instructions_of(kernel: dict[str, int]) -> float:
-    """Warp instructions for a byte of K/V, as if all multiprocessors had as many programs as the one with most."""
+    """Warp instructions for a byte of K/V, as if all multiprocessors had as many programs as the busiest."""
     programs = kernel["programs"]
     return kernel["instructions_32kb"] / 32_768 * CORES * -(-programs // CORES) / programs
 
 
-def by_kernel(few: Sequence[Node], more: Sequence[Node], layers: int, attention: Attention) -> dict[str, float]:
-    """Modelled microseconds of each kernel, all of a step's together, without gaps; the longest first."""
+def by_kernel(small: Sequence[Node], large: Sequence[Node], layers: int, attention: Attention) -> dict[str, float]:
+    """Modelled microseconds of each kernel, all its launches in a step together, without gaps, in falling order."""
     took = {}
-    for kernel in {node.kernel for node in (*few, *more)}:
-        own = ([node for node in nodes if node.kernel == kernel] for nodes in (few, more))
-        whole = sums(*own, layers, attention)
-        took[kernel] = common.rounded(1e6 * (whole.kernels_s + whole.around_s))
-    return dict(sorted(took.items(), key=lambda each: -each[1]))
+    for kernel in {node.kernel for node in (*small, *large)}:
+        of_kernel = ([node for node in nodes if node.kernel == kernel] for nodes in (small, large))
+        totals = sums(*of_kernel, layers, attention)
+        took[kernel] = common.rounded(1e6 * (totals.kernels_s + totals.around_s))
+    return dict(sorted(took.items(), key=lambda item: -item[1]))
 
 
 def find_compilers() -> bool:
-    """Lets this process compile for GPUs, and run on none; False if there are no compilers."""
+    """Lets this process compile for GPUs, but run on none. Returns False if there are no compilers."""
     gpu_compile.prepare()
     sys.path.insert(0, str(gpu_compile.TOOLCHAIN))
     jax.config.update("jax_platforms", "cpu")
@@ -275,12 +286,13 @@ def measure(size):
             if not step.fits:
                 notes.setdefault("left_out", {})[label] = "weights and pools take more than a GPU's memory"
                 continue
-            (few, _), (more, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
-            layers, attention = len(step.config.layers), step.attention()
-            took = estimate(few, more, layers, attention, step.floor_s())
+            (small, _), (large, kernels) = (compile_step(step, layers) for layers in (FEW, MORE))
+            layers = len(step.config.layers)
+            attention = step.attention()
+            took = estimate(small, large, layers, attention, step.floor_s())
             common.require(took.share < 1, f"{label}: {took.step} µs, less than the floor of {took.floor}")
             yield {f"{label}_{part}_us": us for part, us in {**took._asdict(), "step": took.step}.items()}
             yield {f"{label}_share": took.share}
-            notes.setdefault("kernels_us", {})[label] = by_kernel(few, more, layers, attention)
+            notes.setdefault("kernels_us", {})[label] = by_kernel(small, large, layers, attention)
             notes.setdefault("attention", {})[label] = kernels
     yield notes

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `benchmarks.gpu_first` measures of the kernels: sections, rows and bars, against the machine's ceilings.
+"""The kernels' sections of `benchmarks.gpu_first`, with rows and bars, against the machine's ceilings.
 
-Each kernel first gives the answers of its XLA twin, then it is timed as a model calls it: one call for each layer of
-a pool, so that no call finds its bytes in a cache, each on the output of the one before. A program makes once what
-the calls of a step share, such as the schedule of the rows, as a model does. Bytes are those of the K/V that are read,
-or of blocks read and written; FLOPs are those of the visible pairs of query and key. Rates are held against a copy on
-the device, read and written, and a product of two bf16 matrices, both measured in the same run.
+A kernel's answers are first compared with its XLA twin's. It is then timed as a model calls it: a call for each layer
+of a pool, so no call finds its bytes in a cache, each with the output of the call before. As in a model, a program
+computes once the values which the calls of a step share, such as the schedule of the rows. Bytes are the K/V read, or
+the blocks read and written. FLOPs count the visible pairs of query and key. Rates are compared with a copy on the
+device, read and written, and with a product of two bf16 matrices. Both are measured in the same run.
 
-Next to them: `jax.nn.dot_product_attention` over contiguous K/V, and jax's own paged kernel. A whole decode step is in
-`benchmarks.gpu_step`. What is no attention is a row of one table: moves and appends of K/V, ways to update an array of
-several gigabytes in pinned host memory, and other tile sizes than those of `pallas_kernels.tuning`.
+The kernels are also compared with `jax.nn.dot_product_attention` over contiguous K/V, and with jax's own paged kernel.
+A whole decode step is in `benchmarks.gpu_step`. Everything except attention is a row of a table: moves and appends of
+K/V, ways to update an array of several gigabytes in pinned host memory, and other tile sizes than
+`pallas_kernels.tuning` has.
 """
 
 from __future__ import annotations
@@ -100,13 +101,13 @@ HOST = jax.memory.Space.Host
 
 
 class Row(NamedTuple):
-    """A program to time: `start` checks its answer and returns (program, state, args) for `gpu.time_s`.
+    """A program to time. `start` checks its answer and returns (program, state, args) for `gpu.time_s`.
 
     Attributes:
-      figures: units, and the calls or bytes of a run: NAME_us and NAME_ms are of a call, NAME_gb_s is a rate, and
-        "copy" a rate and its share of a copy's.
+      figures: units, with the calls or bytes of a run. NAME_us and NAME_ms are times of a call, NAME_gb_s is a rate,
+        and "copy" is a rate and its share of a copy's rate.
       after: takes the record and the last state.
-      most: runs that are queued at once.
+      most: maximum runs in the queue.
     """
 
     who: str
@@ -119,7 +120,7 @@ class Row(NamedTuple):
 
 
 def measure_rows(record: Record, rows: Iterable[Row], effort: Effort) -> dict[str, float]:
-    """Times each row, also after others have failed; the seconds by name."""
+    """Times each row, even if others have failed. Returns seconds by name."""
     took = {}
     for row in rows:
         with record.guard(f"{row.name} {row.who}", row.ours):
@@ -137,17 +138,19 @@ def measure_rows(record: Record, rows: Iterable[Row], effort: Effort) -> dict[st
 
 
 def require_same(got: Any, wanted: Any, who: str) -> None:
-    """Requires that both are the same, bit for bit, but for the bits of NaN."""
+    """Requires equal bits, except for the bits of NaN."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
     common.require(all(bool(jnp.array_equal(*pair, equal_nan=True)) for pair in pairs), f"{who} differs from its twin")
 
 
 def moves(size: Size) -> Iterator[Row]:
-    """Whole blocks copied in a pool, gathered from it and put back: read and written bytes."""
+    """Whole blocks copied in a pool, gathered from it and put back. Bytes are read and written."""
     block = (size.layers, 2, size.heads[0], 16, size.heads[1])
     half = max(size.counts.values()) * size.calls  # sources, then as many targets
-    order, few = jax.random.permutation(gpu.key(0), 2 * half).astype(jnp.int32), jnp.arange(size.calls, dtype=jnp.int32)
-    small, pools = gpu.random_pool((2 * size.calls + 1, *block), "bfloat16"), list[jax.Array]()
+    order = jax.random.permutation(gpu.key(0), 2 * half).astype(jnp.int32)
+    offsets = jnp.arange(size.calls, dtype=jnp.int32)
+    small = gpu.random_pool((2 * size.calls + 1, *block), "bfloat16")
+    pools = list[jax.Array]()
 
     @functools.cache
     def program(move: str, who: str, count: int) -> Callable[..., Any]:
@@ -168,22 +171,24 @@ def moves(size: Size) -> Iterator[Row]:
 
     def row(move: str, who: str, name: str, count: int) -> Row:
         staged = jnp.ones((count, *block), jnp.bfloat16)
-        moved, gathers = size.calls * staged.nbytes, move == "gather"
+        moved = size.calls * staged.nbytes
+        gathers = move == "gather"
 
         def start() -> Any:
-            check = jnp.ones((1, *block), jnp.bfloat16), few, few + size.calls
+            check = jnp.ones((1, *block), jnp.bfloat16), offsets, offsets + size.calls
             wanted = program(move, "xla", 1)(jnp.copy(small), *check)
             require_same(program(move, who, 1)(jnp.copy(small), *check), wanted, who)
             pool = pools.pop() if pools else gpu.random_pool((2 * half + 1, *block), "bfloat16")
-            run, args = program(move, who, count), (staged, order[:half], order[half:])
+            run = program(move, who, count)
+            args = (staged, order[:half], order[half:])
             if not gathers:
                 return run, pool, args
             pools.append(pool)
             return lambda _, *args: run(*args), None, (pool, *args)
 
         keep = (lambda *_: None) if gathers else (lambda _, last: pools.append(last))
-        most = max(2**34 // moved, 1) if gathers else 1000
-        return Row(who, f"{move}_{name}", start, {"copy": 2 * moved}, keep, most=most)
+        max_runs = max(2**34 // moved, 1) if gathers else 1000
+        return Row(who, f"{move}_{name}", start, {"copy": 2 * moved}, keep, most=max_runs)
 
     for move in MOVES:
         for who, (name, count) in itertools.product(gpu.served(f"{move}_blocks"), size.counts.items()):
@@ -191,7 +196,7 @@ def moves(size: Size) -> Iterator[Row]:
 
 
 def appends(size: Size) -> Iterator[Row]:
-    """K/V of a step's tokens, one layer after the other, written into a pool."""
+    """K/V of a step's tokens, written into a pool layer by layer."""
     kv_heads, width = size.heads
     pool = gpu.random_pool((size.tokens + 1, size.layers, 2, kv_heads, 16, width), "bfloat16")
     slots = jnp.asarray(np.random.default_rng(0).permutation(size.tokens * 16)[: size.tokens], jnp.int32)
@@ -235,17 +240,18 @@ def host_code(pool, staged, ids):
 
 
 def host(size: Size) -> Iterator[Row]:
-    """GB/s each way; milliseconds to write blocks into a large host array, and whether it kept its memory."""
+    """GB/s in both directions, milliseconds to write blocks into a large host array, and whether it kept its memory."""
     pinned, device = (SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "device"))
     x = jnp.ones((size.sent_bytes // 2,), jnp.bfloat16)
     staged = jnp.ones((size.host_moved, size.host_block), jnp.bfloat16)
     ids = 7 * jnp.arange(size.host_moved, dtype=jnp.int32) + 3
 
-    def write(way: Callable[..., Any]) -> Row:
-        name, before = f"host_{way.__name__}", list[int]()
+    def write(copy: Callable[..., Any]) -> Row:
+        name = f"host_{copy.__name__}"
+        before = list[int]()
 
         def put(pool, staged, ids):
-            return way(pool, *jax.device_put((staged, ids), HOST))
+            return copy(pool, *jax.device_put((staged, ids), HOST))
 
         def start() -> Any:
             pool = jax.device_put(jnp.zeros((size.host_blocks, size.host_block), jnp.bfloat16), pinned)
@@ -267,29 +273,33 @@ def host(size: Size) -> Iterator[Row]:
 
 
 def tune(record: Record, size: Size) -> None:
-    """Microseconds by each candidate, and in `faster` those that win, with the line that they would change."""
+    """Microseconds with each candidate of tile sizes. `faster` gets the winners, with the line to change."""
     for function, who, shape, candidates in size.choices:
-        case, calls, took = gpu_attention.make_case(shape), min(shape.layers, 8) if who != "xla" else 1, {}
+        case = gpu_attention.make_case(shape)
+        calls = min(shape.layers, 8) if who != "xla" else 1
+        took = {}
         for candidate in (None, *candidates):
             program = gpu_attention.chain(gpu_attention.caller(who, shape), calls)
             start = functools.partial(
                 lambda *start: start, program, case.q, (case.pool, case.scales, case.tables, case.lengths)
             )
             name = f"{function} {shape.dtype} {candidate or 'own'}"
-            own, other = candidate is None, lambda *_, candidate=candidate: candidate
-            with contextlib.nullcontext() if own else mock.patch.object(tuning, function, other):
-                row = Row("tuning", name, start, {"us": calls}, ours=own)
+            is_default = candidate is None
+            patch = mock.patch.object(tuning, function, lambda *_, tiles=candidate: tiles)
+            with contextlib.nullcontext() if is_default else patch:
+                row = Row("tuning", name, start, {"us": calls}, ours=is_default)
                 for seconds in measure_rows(record, [row], size.effort).values():
                     took[candidate] = 1e6 * seconds / calls
-        best = min(took, key=lambda each: took[each], default=None)
+        best = min(took, key=lambda candidate: took[candidate], default=None)
         if best is not None and None in took and took[best] * GAIN < took[None]:
-            kind, gain = "prefill" if shape.chunk else "decode", f"{took[None] / took[best]:.2f}x"
+            kind = "prefill" if shape.chunk else "decode"
+            gain = f"{took[None] / took[best]:.2f}x"
             gain += f", {took[best]:.0f} us for {took[None]:.0f}"
             record.faster.append(f"pallas_kernels/tuning.py, {function}: {best} for {shape.dtype} {kind} is {gain}")
 
 
 def sections(size: Size) -> dict[str, Callable[[Record], None]]:
-    """The sections to measure; `gpu_first` has their order."""
+    """The sections to measure. `gpu_first` has their order."""
 
     def steps(model: str, rows: int, measure: str = "measure", quick: bool = size.quick) -> Callable[[Record], None]:
         def run(record: Record) -> None:

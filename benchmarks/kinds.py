@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of layers other than attention over K/V: the cost of each, to the same without a cache, or with more bytes.
+"""Layers other than attention over K/V: the cost of each, against the same layer without a cache or with more bytes.
 
-Latents (MLA): decode attention over latents of 512 + 64 columns, 8 rows of 1,024 tokens, 16 heads, whose blocks are
+Latents (MLA): decode attention over latents of 512 + 64 columns, 8 rows of 1,024 tokens and 16 heads, with blocks
 scattered over the pool. It takes turns with attention over contiguous latents `[R, 1, T, D]`, in the fastest of four
-forms, and with attention over K/V with K = V = the latent, which a cache without latents would hold. The answers are
-compared first. Times are the least of all rounds.
+forms, and with attention over K/V where K = V = the latent, as a cache without latents would hold them. The answers are
+compared first. Times are the minimum of all rounds.
 
-Recurrent layers: `recur` (gated delta rule) over paged snapshots of 16 rows, to the same cell on states of its own, in
-place. A row of 4,096 tokens is computed in blocks of 64, and its snapshots are counted: more than the bar end the
-benchmark. Of a production trace the prompt tokens that are found with 1,000 snapshots are compared with those found if
-snapshots left by age alone; of each of the first 200 requests the cache in plain Python must find exactly as many.
+Recurrent layers: `recur` (gated delta rule) over paged snapshots of 16 rows, compared with the same cell on separate
+states, in place. A row of 4,096 tokens is computed in blocks of 64, and its snapshots are counted. More snapshots than
+the bar end the benchmark. With a production trace, the prompt tokens found with 1,000 snapshots are compared with the
+tokens found if snapshots left by age alone. For each of the first 200 requests, the cache in plain Python has to find
+exactly as many tokens.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ BARS = {
 }
 NOTES = """
 The missed bar is lost in reading: on a CPU the gather of the latents' blocks alone takes as long as attention over
-contiguous ones. Tile and run lengths, and products with K first, changed little. In several runs the ratio was 2.0x to
-3.6x, and that to K = V 0.90x to 1.19x.
+contiguous latents. Tile and run lengths, and products with K first, changed little. In several runs the ratio was 2.0x
+to 3.6x, and the ratio to K = V 0.90x to 1.19x.
 """
 
 
-def contiguous_latents(q, latents, lengths, values, first, whole):
-    """Attention of q [R, 1, Q, D] over latents [R, 1, T, D]; with `whole` V's product has the columns of K too."""
-    v = latents if whole else latents[..., :values]
+def contiguous_latents(q, latents, lengths, values, first, all_columns):
+    """Attention of q [R, 1, Q, D] over latents [R, 1, T, D]. `all_columns` gives V's product the columns of K too."""
+    v = latents if all_columns else latents[..., :values]
     return attention.attend_contiguous(q, latents, v, lengths, first)[..., :values]
 
 
 def measure_latents(shape: attention.Shape, values: int, rounds: int) -> dict[str, float]:
-    """The figures, and times in milliseconds."""
+    """Ratios, and times in milliseconds."""
     q, of_kv, view, [(k, _)] = attention.make_case(shape)
     ((array,),) = of_kv.arrays
     (group,) = of_kv.spec.groups
@@ -70,10 +71,10 @@ def measure_latents(shape: attention.Shape, values: int, rounds: int) -> dict[st
     forms = [f"{form}_{first}" for form in ("sliced", "whole") for first in ("q", "k")]
     for name in forms:
         form, first = name.split("_")
-        run = functools.partial(contiguous_latents, values=values, first=first, whole=form == "whole")
+        run = functools.partial(contiguous_latents, values=values, first=first, all_columns=form == "whole")
         programs[name] = functools.partial(jax.jit(run), q, k, view.lengths)
     took, _ = common.in_turns(programs, rounds, functools.partial(np.allclose, rtol=1e-4, atol=1e-4))
-    least = {name: each.least for name, each in took.items()}
+    least = {name: timing.least for name, timing in took.items()}
     num_bytes = [sum(x.nbytes for x in jax.tree.leaves(pools)) for pools in (of_latents, doubled)]
     return {
         "latent_over_contiguous": least["latent"] / min(least[name] for name in forms),
@@ -93,27 +94,34 @@ def make_inputs(config: DeltaConfig, rows: int, length: int) -> DeltaInputs:
 
 
 def make_case(line: Size) -> tuple[DeltaCell, kvjax.Cache, dict[str, jax.Array], np.ndarray]:
-    """A layer whose rows have some tokens before: they begin inside a block, but for the last chunk's, at its end.
+    """Makes a layer whose rows have earlier tokens. They end inside a block, except in the last chunk's row.
 
     Returns:
-      The cell; a cache that has the rows' snapshots; the same states by themselves; which rows decode, bool[rows].
+      The cell, a cache with the rows' snapshots, the same states without a cache, and the decoding rows bool[rows].
     """
-    total, size = line.rows + line.chunks, line.block_size
+    total = line.rows + line.chunks
+    size = line.block_size
     config = DeltaConfig(line.heads, line.heads, line.width, line.width, 4)
     filters = np.random.default_rng(0).standard_normal((4, sum(config.parts)))
-    cell, starts = DeltaCell(config, jnp.asarray(filters, jnp.float32)), np.full(total, line.before, np.int32)
+    cell = DeltaCell(config, jnp.asarray(filters, jnp.float32))
+    starts = np.full(total, line.before, np.int32)
     starts[-1] = -(-line.before // size) * size
-    most, decodes = int(starts.max()) + line.chunk, np.arange(total) < line.rows
+    max_tokens = int(starts.max()) + line.chunk
+    decodes = np.arange(total) < line.rows
     spec = kvjax.make_spec(
-        [config.spec()], num_blocks=total * -(-most // size), max_seqs=total, max_length=most, block_size=size
+        [config.spec()],
+        num_blocks=total * -(-max_tokens // size),
+        max_seqs=total,
+        max_length=max_tokens,
+        block_size=size,
     )
-    tokens = np.arange(total * most, dtype=np.int32).reshape(total, most)
+    tokens = np.arange(total * max_tokens, dtype=np.int32).reshape(total, max_tokens)
     lengths = starts + np.where(decodes, 1, line.chunk).astype(np.int32)
     cache, events = kvjax.Cache.create(spec).admit(np.arange(total), tokens, lengths)
     common.require(bool(events.ok), f"admission: {events}")
-    early = make_inputs(config, total, most)
+    early = make_inputs(config, total, max_tokens)
     _, pools = jax.jit(functools.partial(kvjax.recur, cell, layer=0))(
-        cache.pools, view=cache.view(starts, most), inputs=early
+        cache.pools, view=cache.view(starts, max_tokens), inputs=early
     )
     cache, _ = cache.replace(pools=pools).commit(tokens, starts)
     _, states = jax.jit(cell)(cell.zeros(total), early, starts)
@@ -121,24 +129,25 @@ def make_case(line: Size) -> tuple[DeltaCell, kvjax.Cache, dict[str, jax.Array],
 
 
 def measure_recur(line: Size) -> dict[str, float]:
-    """Of decode rows alone and with chunks, to the same cell on states of its own; and times in milliseconds."""
+    """Ratios of decode rows alone and with chunks, to the same cell on separate states, and times in milliseconds."""
     cell, cache, states, decodes = make_case(line)
     chunks = np.flatnonzero(~decodes)
     views = {
         "decode": kvjax.view(cache.state, 1, seqs=np.flatnonzero(decodes)),
         "mixed": cache.mixed(decodes, chunks, np.full(line.chunks, line.chunk), line.chunks * line.chunk),
     }
-    one, many = make_inputs(cell.config, line.rows, 1), make_inputs(cell.config, line.chunks, line.chunk)
-    own = [jax.tree.map(lambda x, rows=rows: x[rows], states) for rows in (decodes, ~decodes)]
+    single = make_inputs(cell.config, line.rows, 1)
+    chunked = make_inputs(cell.config, line.chunks, line.chunk)
+    start_states = [jax.tree.map(lambda x, rows=rows: x[rows], states) for rows in (decodes, ~decodes)]
 
     def on_one_axis(x: jax.Array, y: jax.Array) -> jax.Array:
         idle = jnp.zeros((line.chunks, *x.shape[2:]))
         return jnp.concatenate([x[:, 0], idle, y.reshape(-1, *y.shape[2:])])[None]
 
-    inputs = {"decode": (one,), "mixed": (one, many)}
-    flat = {"decode": one, "mixed": jax.tree.map(on_one_axis, one, many)}
+    inputs = {"decode": (single,), "mixed": (single, chunked)}
+    flat = {"decode": single, "mixed": jax.tree.map(on_one_axis, single, chunked)}
     held: dict[str, Any] = {f"recur_{name}": jax.tree.map(jnp.copy, cache.pools) for name in views}
-    held |= {f"cell_{name}": jax.tree.map(jnp.copy, own[: len(of)]) for name, of in inputs.items()}
+    held |= {f"cell_{name}": jax.tree.map(jnp.copy, start_states[: len(arrays)]) for name, arrays in inputs.items()}
 
     @functools.partial(jax.jit, donate_argnums=0)
     def paged(pools, view, inputs):
@@ -146,7 +155,10 @@ def measure_recur(line: Size) -> dict[str, float]:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def direct(states, *inputs):
-        ended = [cell(of, x, jnp.full(x.beta.shape[0], x.beta.shape[1])) for of, x in zip(states, inputs, strict=True)]
+        ended = [
+            cell(before, x, jnp.full(x.beta.shape[0], x.beta.shape[1]))
+            for before, x in zip(states, inputs, strict=True)
+        ]
         return [outputs for outputs, _ in ended], [new for _, new in ended]
 
     def run(kind: str, name: str) -> tuple[Any, Any]:
@@ -156,7 +168,8 @@ def measure_recur(line: Size) -> dict[str, float]:
         return outputs, held[key]
 
     for name in views:  # the first calls alone begin with the right states
-        got, (first, *rest) = run("recur", name)[0], run("cell", name)[0]
+        got = run("recur", name)[0]
+        (first, *rest) = run("cell", name)[0]
         got = got.reshape(-1, *got.shape[2:])
         wanted = jnp.concatenate([first[:, 0], *(x.reshape(-1, *x.shape[2:]) for x in rest)])
         got = jnp.concatenate([got[: line.rows], got[line.rows + line.chunks :]]) if rest else got
@@ -171,10 +184,11 @@ def measure_recur(line: Size) -> dict[str, float]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options={"xla_backend_optimization_level": 0})
 def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tuple[Any, ...]:
-    """A row of `length` tokens in chunks, and then of so many more, one by one.
+    """Computes a row of `length` tokens in chunks, and then `steps` single tokens.
 
-    Returns whether all was done; the cache; and the blocks that the row holds in each group, before and after each
-    commit: i32[length / chunk, 2, G] of chunks, i32[steps, 2, G] of single tokens.
+    Returns:
+      Whether all was done, the cache, and the blocks which the row holds in each group, before and after each commit:
+      i32[length / chunk, 2, G] for chunks, i32[steps, 2, G] for single tokens.
     """
     tokens = (jnp.arange(length + steps, dtype=jnp.int32) * 7919 + 1) % 50_021
     state, admitted = kvjax.admit(kvjax.init(spec), 0, tokens[:length], length, reserve_tokens=chunk)
@@ -194,33 +208,40 @@ def long_row(spec: kvjax.CacheSpec, length: int, chunk: int, steps: int) -> tupl
     return admitted.ok & jnp.all(chunks_ok) & jnp.all(steps_ok), state, chunks, single
 
 
-def compute(state: kvjax.CacheState, tokens: jax.Array, count: Any, most: int, inspect: Any = lambda _: None) -> Any:
-    """The next tokens of the only row: the state, whether it was done, and what `inspect` saw before the commit."""
+def compute(
+    state: kvjax.CacheState, tokens: jax.Array, count: Any, max_count: int, inspect: Any = lambda _: None
+) -> Any:
+    """Computes the next tokens of the only row.
+
+    Returns:
+      The state, whether the cache did all of it, and `inspect(state)` before the commit.
+    """
     done = state.seqs.committed
-    state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=most)
-    before, new = inspect(state), jax.lax.dynamic_slice(tokens, done, (most,))[None]
+    state, extended = kvjax.extend(state, np.array([True]), count - (state.seqs.length - done), max_tokens=max_count)
+    before = inspect(state)
+    new = jax.lax.dynamic_slice(tokens, done, (max_count,))[None]
     state, committed = kvjax.commit(state, new, jnp.asarray(count, jnp.int32)[None])
     return state, extended.ok & committed.ok, before
 
 
 def measure_row(length: int = 4096, chunk: int = 256, size: int = 64) -> dict[str, float]:
-    """The most snapshots that a row holds while it is computed in chunks, and while it decodes."""
+    """The maximum snapshots which a row holds while it is computed in chunks, and while it decodes."""
     layers = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec.recurrent({"state": (1,)})]
     total = -(-(length + chunk) // size)
     spec = kvjax.make_spec(layers, num_blocks=total, max_seqs=1, max_length=length + chunk, block_size=size)
     ok, _, *held = long_row(spec, length, chunk, chunk)
     common.require(bool(ok), "a long row was refused")
     names = "row_snapshots_in_chunks", "row_snapshots_decoding"
-    most = {name: int(np.max(numbers[..., 1])) for name, numbers in zip(names, held, strict=True)}
-    common.require_bars(most, BARS)
-    return most
+    snapshots = {name: int(np.max(numbers[..., 1])) for name, numbers in zip(names, held, strict=True)}
+    common.require_bars(snapshots, BARS)
+    return snapshots
 
 
 CHUNK, SIZE, CHECKED = 512, 16, 200  # tokens; the first requests, which plain Python serves too
 
 
 def spec_of(prompts: Sequence[np.ndarray], num_snapshots: int, window: bool = False) -> kvjax.CacheSpec:
-    """A cache with blocks for all prompts, and so many snapshots; with `window` these leave by age alone."""
+    """A cache with blocks for all prompts, and `num_snapshots` snapshots. With `window` they leave by age alone."""
     layer = kvjax.LayerSpec(1, 1, window=2) if window else kvjax.LayerSpec.recurrent({"state": (1,)})
     longest = -(-max(map(len, prompts)) // SIZE) * SIZE
     total = len(np.unique(np.concatenate([prompt // 32 for prompt in prompts]))) * 2 + len(prompts) + longest // SIZE
@@ -232,7 +253,7 @@ def spec_of(prompts: Sequence[np.ndarray], num_snapshots: int, window: bool = Fa
 
 
 def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> list[int]:
-    """The tokens found of each prompt, one after the other, computed in chunks."""
+    """The cached tokens of each prompt. The prompts are served in order, in chunks."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def serve(state, tokens, length):
@@ -252,45 +273,49 @@ def snapshots_found(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> lis
         state, released = kvjax.release(state, 0)
         return state, jnp.sum(admitted.cached), ok & released.ok
 
-    state, found = kvjax.init(spec), []
+    state = kvjax.init(spec)
+    num_cached = []
     for prompt in prompts:
         padded = np.zeros(spec.max_length + CHUNK, np.int32)
         padded[: len(prompt)] = prompt
         state, cached, ok = serve(state, padded, np.int32(len(prompt)))
-        common.require(bool(ok), f"request {len(found)}: refused")
-        found.append(int(cached))
-    return found
+        common.require(bool(ok), f"request {len(num_cached)}: refused")
+        num_cached.append(int(cached))
+    return num_cached
 
 
 def found_by_oracle(prompts: Sequence[np.ndarray], spec: kvjax.CacheSpec) -> list[int]:
-    """The same by the cache in plain Python."""
+    """The cached tokens of each prompt in plain Python."""
     full, recurrent = (group.num_blocks for group in spec.groups)
-    cache, found = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent), []
+    cache = Oracle(full, SIZE, 1, spec.max_blocks_per_seq, spec.partial_reuse, recurrent=recurrent)
+    num_cached = []
     for prompt in prompts:
         tokens = prompt.tolist()
         admitted = cache.admit(0, tokens, reserve_tokens=CHUNK)
-        ok, row = admitted.ok, cache.rows[0]
+        ok = admitted.ok
+        row = cache.rows[0]
         while ok and len(row.tokens) < len(tokens):
             new = tokens[len(row.tokens) :][:CHUNK]
             ok = cache.extend([True], len(row.tokens) + len(new) - row.length).ok and cache.commit([new], [len(new)]).ok
-        common.require(ok and cache.release(0).ok, f"request {len(found)}: refused in plain Python")
-        found += admitted.cached
-    return found
+        common.require(ok and cache.release(0).ok, f"request {len(num_cached)}: refused in plain Python")
+        num_cached += admitted.cached
+    return num_cached
 
 
-def measure_found(number: int, num_snapshots: int) -> dict[str, float]:
-    """Tokens of a trace that are found with so many snapshots, to those found where they leave by age alone.
+def measure_found(num_requests: int, num_snapshots: int) -> dict[str, float]:
+    """Tokens of a trace found with `num_snapshots` snapshots, against tokens found if snapshots left by age alone.
 
-    Prompts have their whole blocks, and a token of their own.
+    Each prompt is cut to whole blocks, and gets a last token which no other prompt has.
     """
-    whole = [request.prompt[: len(request.prompt) // 32 * 32] for request in read_trace(TRACE, number)]
-    prompts = [np.append(prompt, np.int32(2**30 + own)) for own, prompt in enumerate(whole)]
+    texts = [request.prompt[: len(request.prompt) // 32 * 32] for request in read_trace(TRACE, num_requests)]
+    prompts = [np.append(prompt, np.int32(2**30 + index)) for index, prompt in enumerate(texts)]
     ways = {"found": (num_snapshots, False), "found_by_age": (num_snapshots, True), "findable": (100_000, False)}
-    each = {name: snapshots_found(prompts, spec_of(prompts, *way)) for name, way in ways.items()}
+    num_cached = {name: snapshots_found(prompts, spec_of(prompts, *options)) for name, options in ways.items()}
     checked = prompts[:CHECKED]  # with blocks for these alone plain Python takes half the time
-    theirs = found_by_oracle(checked, spec_of(checked, num_snapshots))
-    common.require(each["found"][:CHECKED] == theirs, f"plain Python found {theirs}, not {each['found'][:CHECKED]}")
-    totals = {name: sum(tokens) for name, tokens in each.items()}
+    expected = found_by_oracle(checked, spec_of(checked, num_snapshots))
+    answers = num_cached["found"][:CHECKED]
+    common.require(answers == expected, f"plain Python found {expected}, not {answers}")
+    totals = {name: sum(tokens) for name, tokens in num_cached.items()}
     return {"snapshots_found": totals["found"] / max(totals["found_by_age"], 1), **totals}
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V memory that is allocated and unused, and temporaries of a decode step, which updates the pools in place.
+"""K/V memory which is allocated and unused, and temporaries of a decode step, which updates the pools in place.
 
-Unused: 502 requests of the lengths of a production trace live through a cache, 64 at a time: chunked prefill, decoding,
-release. A slot counts as unused while it is in a block that a row holds and has no token. It is measured after each
-chunk of prefill, after each 32 tokens of decoding, and before each release. "In flight" is measured before the model
-would write: it includes the slots reserved for the tokens of that very step. `kvjax.debug.stats` counts the same in
-another way.
+Unused: 502 requests with lengths of a production trace live through a cache, 64 at a time: chunked prefill, decoding,
+release. A slot counts as unused if a row holds its block and the slot has no token. It is measured after each chunk of
+prefill, after each 32 tokens of decoding, and before each release. "In flight" is measured before the model would
+write, so it includes the slots reserved for the tokens of the present step. `kvjax.debug.stats` counts the same slots
+in another way.
 
-In place: the engine's decode loop is compiled for a decoder of 10 million parameters; its pools must be donated and not
-copied. A missed bar ends the benchmark.
+In place: the engine's decode loop is compiled for a decoder of 10 million parameters. Its pools have to be donated and
+not copied. A missed bar ends the benchmark.
 """
 
 import csv
@@ -51,7 +51,7 @@ def read_lengths() -> np.ndarray:
 
 
 class Work(Pytree):
-    """What each row is to do, i32[S]: a request's number, its prompt's tokens, all its tokens; 0, 0, 0 if idle."""
+    """The work of each row, i32[S]: a request, the tokens of its prompt, and all its tokens. Idle rows have 0, 0, 0."""
 
     request: jax.Array
     prompt: jax.Array
@@ -59,20 +59,25 @@ class Work(Pytree):
 
 
 def tokens_at(work: Work, start: jax.Array, count: int) -> jax.Array:
-    """i32[S, count]; tokens that no other request has at any position."""
+    """i32[S, count]; tokens which no other request has at any position."""
     return work.request[:, None] * NUM_BLOCKS + start[:, None] + jnp.arange(count, dtype=jnp.int32)
 
 
 def usage(state: kvjax.CacheState, rows: jax.Array) -> jax.Array:
-    """i32[2]; slots that the rows bool[S] hold, and tokens written there. Nothing is shared here, so rows add up."""
+    """i32[2]; slots held by the rows bool[S], and tokens written there. Rows share nothing here, so they add up."""
     held = jnp.sum(state.groups[0].table >= 0, axis=1, dtype=jnp.int32) * BLOCK_SIZE
     return jnp.stack([jnp.sum(jnp.where(rows, x, 0), dtype=jnp.int32) for x in (held, state.seqs.committed)])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def advance(state: kvjax.CacheState, work: Work):
-    """A chunk of every unfinished prompt, then 32 steps of the others; the state, ok, rows done, and use by phase."""
-    busy, committed = work.total > 0, state.seqs.committed
+    """Computes a chunk of every unfinished prompt, then 32 steps of the other rows.
+
+    Returns:
+      The state, whether the cache did all of it, finished rows bool[S], and the use of each phase.
+    """
+    busy = work.total > 0
+    committed = state.seqs.committed
     done_for = lambda events, rows: jnp.all(~rows | (events.status == kvjax.Status.OK))  # noqa: E731
     need = jnp.clip(work.prompt - committed, 0, CHUNK)
     grow = jnp.maximum(committed + need - state.seqs.length, 0)
@@ -80,7 +85,8 @@ def advance(state: kvjax.CacheState, work: Work):
     in_flight = usage(state, busy)
     state, written = kvjax.commit(state, tokens_at(work, committed, CHUNK), need)
     prefilling = busy & (state.seqs.committed < work.prompt)
-    during_prefill, ok = usage(state, prefilling), extended.ok & done_for(written, busy)
+    during_prefill = usage(state, prefilling)
+    ok = extended.ok & done_for(written, busy)
 
     def step(carry, _):
         state, ok = carry
@@ -98,7 +104,7 @@ def advance(state: kvjax.CacheState, work: Work):
 
 
 def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Runs all requests; {phase: i64[moments, 2] of slots held and written}."""
+    """Runs all requests. Returns {phase: i64[moments, 2]}, slots held and written."""
     longest = int(lengths.sum(axis=1).max())
     spec = kvjax.make_spec(num_blocks=NUM_BLOCKS, max_seqs=ROWS, max_length=longest, block_size=BLOCK_SIZE)
     state = kvjax.init(spec)
@@ -106,21 +112,26 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
     release = jax.jit(kvjax.release, donate_argnums=0)
     prompt_slots = -(-int(lengths[:, 0].max()) // BLOCK_SIZE) * BLOCK_SIZE
     work = Work(*(np.zeros(ROWS, np.int32) for _ in range(3)))
-    waiting, moments, finished = list(range(len(lengths)))[::-1], [], 0
+    waiting = list(range(len(lengths)))[::-1]
+    moments = []
+    finished = 0
     while finished < len(lengths):
         for seq in np.flatnonzero(work.total == 0)[: len(waiting)].tolist():
-            number = waiting.pop()
-            work.request[seq], work.prompt[seq], work.total[seq] = number, lengths[number, 0], lengths[number].sum()
+            request = waiting.pop()
+            work.request[seq] = request
+            work.prompt[seq] = lengths[request, 0]
+            work.total[seq] = lengths[request].sum()
             prompt = tokens_at(work, jnp.zeros(ROWS, jnp.int32), prompt_slots)[seq]
-            state, events = admit(state, seq, prompt, int(lengths[number, 0]))
-            common.require(bool(events.ok), f"request {number} was not admitted: {events.status}")
+            state, events = admit(state, seq, prompt, int(lengths[request, 0]))
+            common.require(bool(events.ok), f"request {request} was not admitted: {events.status}")
         state, ok, done, phases = advance(state, work)
         common.require(bool(ok), "the cache refused a step")
         moments.append(jax.device_get(phases))
         if len(moments) % 50 == 1:
-            seen, own = kvjax.debug.stats(state), tuple(moments[-1]["all"].tolist())
-            same = (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == own
-            common.require(same, f"kvjax.debug.stats counts {seen}, the benchmark {own}")
+            seen = kvjax.debug.stats(state)
+            counted = tuple(moments[-1]["all"].tolist())
+            same = (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == counted
+            common.require(same, f"kvjax.debug.stats counts {seen}, the benchmark {counted}")
         for seq in np.flatnonzero(done).tolist():
             state, _ = release(state, seq)
             work.request[seq] = work.prompt[seq] = work.total[seq] = 0
@@ -129,7 +140,7 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def unused(lengths: np.ndarray) -> dict[str, float]:
-    """Percent of the held slots that nothing is written to, over all moments of a phase; and the worst moment."""
+    """Percent of the held slots without a token, over all moments of a phase, and in the worst moment."""
     phases = live_through(lengths)
     metrics = {}
     for phase, use in phases.items():
@@ -143,13 +154,14 @@ def unused(lengths: np.ndarray) -> dict[str, float]:
 
 
 def in_place() -> dict[str, float]:
-    """Compiles the decode loop without running it; temporaries and donated bytes as a percentage of the pools."""
+    """Compiles the decode loop without running it. Returns temporaries and donated bytes in percent of the pools."""
     model = nnx.eval_shape(lambda: Decoder(caches.LLAMA, rngs=nnx.Rngs(0)))
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=1024, max_seqs=16, max_length=1024, dtype="float32")
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
     log = jax.eval_shape(lambda: serving.decode_log(spec, STEPS))
-    each = jax.ShapeDtypeStruct((16,), jnp.int32)
-    rows = serving.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
+    per_row = jax.ShapeDtypeStruct((16,), jnp.int32)
+    active = jax.ShapeDtypeStruct((16,), jnp.bool_)
+    rows = serving.Rows(per_row, active, per_row, jax.ShapeDtypeStruct((16,), jnp.uint32))
     decode = jax.jit(functools.partial(serving.decode, steps=STEPS, sampling=None), donate_argnames=("cache", "log"))
     compiled = decode.lower(model, cache, rows, log, stop=jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     pools = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.pools))

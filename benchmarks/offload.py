@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier: rates of blocks that go to host memory and come back, and the wait of a decode step for them.
+"""The host tier: rates of blocks on their way to host memory and back, and a decode step's wait for them.
 
-64 blocks of 1 MB go out, come back, and swap with as many others, by `move`, timed from the call until the bytes have
-arrived, in the host memory of the CPU backend. A plain `jax.device_put` of one array with as many bytes takes turns
-with it, each way. `device_put` always gets new memory; a numpy copy into used memory shows how much of its time that
-takes. The bytes that come back are compared. A missed bar ends the benchmark.
+64 blocks of 1 MB go out, come back, and swap with as many others, by `move`. The time is from the call until the bytes
+have arrived, in the host memory of the CPU backend. A plain `jax.device_put` of an array with as many bytes takes turns
+with it in both directions. `device_put` always gets new memory, and a numpy copy into used memory shows how much of its
+time this takes. The returned bytes are compared. A missed bar ends the benchmark.
 
-The stall: a decode step (attention of 8 rows over 8 layers, in place) alone, and just after 64 blocks or an array as
-large have started, timed from the call that starts them to the end of the step.
+The stall is the time of a decode step (attention of 8 rows over 8 layers, in place), alone and just after a copy of 64
+blocks, or of an array as large, has started. It is timed from the call which starts the copy to the end of the step.
 
-All times are the least of several rounds, in which everything takes its turn.
+All times are the minimum of several rounds, in which all programs take turns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BLOCK_SIZE, HEADS_PER_KV = 16, 4
 
 
 class Tiers:
-    """The pools of both tiers, which every use replaces; the last device blocks are those that move."""
+    """The pools of both tiers. Every use replaces them. The last device blocks are the blocks to move."""
 
     def __init__(self, size: Size):
         layers = [kvjax.LayerSpec(size.kv_heads, size.head_dim)] * size.layers
@@ -66,9 +66,12 @@ class Tiers:
         self.array = jax.device_put(jnp.ones((size.blocks * self.block_bytes // 4,), jnp.float32), pool.sharding)
         free = held + rng.permutation(2 * size.blocks)
         host_rows = spec.groups[0].num_blocks + rng.permutation(2 * size.blocks)
-        on_device, on_host = free[: size.blocks], host_rows[: size.blocks]
-        self.moved, self.back_at = on_device, free[size.blocks :]
-        self.out, self.back = transfer(on_device, on_host), transfer(on_host, self.back_at)
+        on_device = free[: size.blocks]
+        on_host = host_rows[: size.blocks]
+        self.moved = on_device
+        self.back_at = free[size.blocks :]
+        self.out = transfer(on_device, on_host)
+        self.back = transfer(on_host, self.back_at)
         self.swap = transfer(np.concatenate([on_device, on_host]), np.concatenate([on_host, on_device]))
 
     def move(self, orders: Transfer) -> Any:
@@ -82,18 +85,22 @@ def transfer(sources: np.ndarray, targets: np.ndarray) -> Transfer:
 
 
 def least_s(tiers: Tiers, ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Least seconds of each, which take turns; what the one before has moved is awaited first."""
+    """Minimum seconds of each program, in turns. Earlier moves are awaited before a program starts."""
     programs: dict[str, Program] = {
         name: (lambda: (tiers.pools, tiers.host, tiers.running), lambda _, run=run: run()) for name, run in ways.items()
     }
     took, _ = common.in_turns(programs, rounds)
-    return {name: each.least for name, each in took.items()}
+    return {name: timing.least for name, timing in took.items()}
 
 
 def rates(tiers: Tiers, size: Size) -> dict[str, float]:
-    """GB/s each way, of blocks and of one array."""
-    total, array, host = size.blocks * tiers.block_bytes, tiers.array, tiers.host_memory
-    on_host, plain, used = jax.device_put(array, host), np.ones(total, np.uint8), np.ones(total, np.uint8)
+    """GB/s in both directions, of blocks and of an array."""
+    total = size.blocks * tiers.block_bytes
+    array = tiers.array
+    host = tiers.host_memory
+    on_host = jax.device_put(array, host)
+    plain = np.ones(total, np.uint8)
+    used = np.ones(total, np.uint8)
     ways = {
         "move_to_host": lambda: tiers.move(tiers.out),
         "device_put_to_host": lambda: jax.device_put(array, host),
@@ -104,14 +111,15 @@ def rates(tiers: Tiers, size: Size) -> dict[str, float]:
     }
     seconds = least_s(tiers, ways, size.rounds)
     figures = {f"{name}_gb_s": total * (2 if name == "swap" else 1) / s / 1e9 for name, s in seconds.items()}
-    for way in ("to_host", "to_device"):
-        figures[f"{way}_of_device_put"] = figures[f"move_{way}_gb_s"] / figures[f"device_put_{way}_gb_s"]
+    for direction in ("to_host", "to_device"):
+        base = figures[f"device_put_{direction}_gb_s"]
+        figures[f"{direction}_of_device_put"] = figures[f"move_{direction}_gb_s"] / base
     tiers.move(tiers.out)
     return figures
 
 
 def check(tiers: Tiers) -> None:
-    """Requires that blocks keep their bytes out and back, and through two swaps."""
+    """Requires blocks to keep their bytes on the way out and back, and through two swaps."""
     (before,) = jax.device_get(tiers.pools.arrays[0])
     tiers.move(tiers.out)
     tiers.move(tiers.back)
@@ -124,7 +132,7 @@ def check(tiers: Tiers) -> None:
 
 
 def decode_step(spec: kvjax.CacheSpec, size: Size) -> tuple[Callable[..., Any], tuple]:
-    """A donating program (pools, ...) -> (pools, q), and its other arguments: one token for each row."""
+    """A program (pools, ...) -> (pools, q) which donates the pools, and its other arguments: a token for each row."""
     groups = tuple(dataclasses.replace(group, num_host_blocks=0) for group in spec.groups)
     state = kvjax.init(dataclasses.replace(spec, groups=groups))  # the rows' blocks come first on the device
     tokens = 1 + np.arange(size.rows * size.length, dtype=np.int32).reshape(size.rows, -1)
@@ -148,7 +156,7 @@ def decode_step(spec: kvjax.CacheSpec, size: Size) -> tuple[Callable[..., Any], 
 
 
 def stalls(tiers: Tiers, size: Size) -> dict[str, float]:
-    """Milliseconds from the call that starts a copy to the end of the step behind it."""
+    """Milliseconds from the call which starts a copy to the end of the next step."""
     program, args = decode_step(tiers.spec, size)
 
     def step_after(begin: Callable[[], Any]) -> Callable[[], Any]:

@@ -4,8 +4,8 @@
     all of it        make bench
     the pages alone  python -m benchmarks.pages --results out/bench
 
-A section of the page of all figures is a benchmark: its docstring, its command, a table by its bars, and its `NOTES`.
-Benchmarks without a result have rows that say so. Nobody edits the pages.
+The page of all figures has a section for each benchmark: its docstring, its command, a table of its bars, and its
+`NOTES`. Rows of a benchmark without a result say "not run". Do not edit the pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from benchmarks.common import BENCHMARKS, ROOT, Bar, Benchmark
 
 GROUPS = {
     "Metadata and verbs": ("bookkeeping", "compile", "memory"),
-    "Attention and loops": ("attention", "decode_loop", "scan", "sampling", "constrained", "kinds"),
+    "Attention and loops": (
+        "attention",
+        "sparse",
+        "decode_loop",
+        "scan",
+        "sampling",
+        "constrained",
+        "speculation",
+        "kinds",
+    ),
     "Batches, servers and training": ("serving", "engine", "replicas", "replay", "rollout"),
     "Stores and moves": ("stores", "offload"),
     "Readers of events": ("events",),
@@ -69,23 +78,24 @@ DTYPES = {"bf16": "16", "int8": "int8", "fp8": "fp8"}
 
 
 class Results:
-    """The results of benchmarks, by name, as NAME.json in a folder; and the file of what a GPU has measured."""
+    """The results of benchmarks in a folder, as NAME.json, and the file of measurements on a GPU."""
 
     def __init__(self, folder: pathlib.Path, on_gpu: pathlib.Path = ROOT / gpu_first.RESULTS / gpu_first.FILE):
         files = {path.stem: path for path in folder.glob("*.json")}
-        self.found, self.on_gpu = {name: json.loads(path.read_text()) for name, path in sorted(files.items())}, on_gpu
+        self.found = {name: json.loads(path.read_text()) for name, path in sorted(files.items())}
+        self.on_gpu = on_gpu
 
     def values(self, name: str) -> dict[str, float]:
-        """The metrics and details of a benchmark; none if it was not run."""
+        """The metrics and details of a benchmark, or none if it was not run."""
         result = self.found.get(name, {})
         return result.get("metrics", {}) | result.get("details", {})
 
     def command(self, name: str) -> str:
-        """The command that has given the result, or would give it."""
+        """The command of the result, or the command to run."""
         return self.found.get(name, {}).get("command", f"python -m benchmarks.{name}")
 
     def run_at(self, name: str) -> str:
-        """The time and the machine of a result, in a line; nothing if there is none."""
+        """The time and the machine of a result, in a line, or an empty string without a result."""
         if name not in self.found:
             return ""
         result = self.found[name]
@@ -93,18 +103,20 @@ class Results:
         return f"Run on {result['date'][:10]}: {versions}; {result['cpu']}."
 
     def row(self, name: str, metric: str) -> list[str]:
-        """What a metric is, its value, and its bar with the verdict."""
-        bar, values = of_name(name).bars[metric], self.values(name)
+        """The description of a metric, its value, and its bar with the verdict."""
+        bar = of_name(name).bars[metric]
+        values = self.values(name)
         if metric not in values:
             return [bar.what, "not measured" if name in self.found else "not run", bar.bounds()]
         verdict = bar.verdict(values[metric]).replace("missed", "**missed**")
         return [bar.what, bar.shown(values[metric]), ": ".join(part for part in (bar.bounds(), verdict) if part)]
 
     def verdicts(self, name: str) -> str:
-        """The number of bars of a benchmark that are met."""
+        """The number of met bars."""
         values = self.values(name)
         verdicts = [bar.verdict(values[metric]) for metric, bar in of_name(name).bars.items() if metric in values]
-        missed, held = verdicts.count("missed"), sum(map(bool, verdicts))
+        missed = verdicts.count("missed")
+        held = sum(map(bool, verdicts))
         if name not in self.found:
             return "not run"
         return "no bar" if not held else f"{held - missed} of {held} met"
@@ -112,7 +124,7 @@ class Results:
 
 @functools.cache
 def of_name(name: str) -> Benchmark:
-    """A benchmark."""
+    """The benchmark of this name."""
     importlib.import_module(f"benchmarks.{name}")
     return BENCHMARKS[name]
 
@@ -141,7 +153,7 @@ def link(name: str, page: str = "") -> str:
 def section(name: str, results: Results) -> str:
     """The section of a benchmark."""
     module = inspect.getmodule(of_name(name).measure)
-    about = [textwrap.fill(" ".join(each.split()), 120) for each in (inspect.getdoc(module) or "").split("\n\n")]
+    about = [textwrap.fill(" ".join(text.split()), 120) for text in (inspect.getdoc(module) or "").split("\n\n")]
     baseline = results.found.get(name, {}).get("baseline")
     return paragraphs(
         f"### {title(name)}", *about, f"```sh\n{results.command(name)}\n```",
@@ -152,7 +164,7 @@ def section(name: str, results: Results) -> str:
 
 
 def usual_page(results: Results) -> str:
-    """The first page: what a user asks for, and how to read all figures."""
+    """The first page: the figures which users ask for, and how to read all figures."""
     rows = ([*results.row(name, metric), link(name, "all.md")] for name, metric in USUAL)
     return (TEXTS / "usual.md").read_text().replace("{usual}", table(("", "value", "bar", "of"), rows)).strip()
 
@@ -169,18 +181,20 @@ def all_page(results: Results, picture: str | None) -> str:
             parts.append(section(name, results))
             if name == "replay" and picture:
                 parts.append(f"![Bars of each figure for each way to reserve blocks]({picture})")
-    modelled, about = parts.pop(), (TEXTS / "gpu.md").read_text()
+    modelled = parts.pop()
+    about = (TEXTS / "gpu.md").read_text()
     tables = {"counts": counts(), "limits": limits(), "modelled": modelled, "measured": measured(results.on_gpu)}
     return paragraphs(*parts, re.sub(r"^\{(\w+)\}$", lambda match: tables[match[1]], about, flags=re.M))
 
 
 def counts() -> str:
-    """The kernels and stops that `make gpu-counts` holds, of the newest jaxlib."""
+    """The kernels and stops held by `make gpu-counts`, of the newest jaxlib."""
     budgets = json.loads((ROOT / "tests/data/gpu_step_budgets.json").read_text())
     newest = max(budgets["budgets"], key=lambda version: [int(part) for part in version.split(".")])
 
     def cells(part: str) -> list[str]:
-        held, bars = budgets["budgets"][newest][part], budgets["bars"].get(part, {})
+        held = budgets["budgets"][newest][part]
+        bars = budgets["bars"].get(part, {})
         shown = []
         for kind in ("kernels", "stops"):
             if kind in bars:
@@ -193,7 +207,7 @@ def counts() -> str:
 
 
 def limits() -> str:
-    """The limits that `make gpu-kernels` holds."""
+    """The limits held by `make gpu-kernels`."""
     budgets = json.loads((ROOT / "tests/data/gpu_budgets.json").read_text())
     names = {dtype: f"decode_{name} decode_attention" for dtype, name in DTYPES.items()}
     held = {dtype: budgets.get(name, {}) | budgets.get(f"h200 {name}", {}) for dtype, name in names.items()}
@@ -206,7 +220,7 @@ def limits() -> str:
 
 
 def measured(file: pathlib.Path) -> str:
-    """The bars of the kernels, with the figures of a GPU if there are some; and the summary of its sections."""
+    """The bars of the kernels, with the figures and the summary of a GPU, if it has run them."""
     done = json.loads(file.read_text())["sections"] if file.exists() else {}
     figures = {
         (who, metric): value
@@ -227,7 +241,7 @@ def measured(file: pathlib.Path) -> str:
 
 
 def readme(text: str, results: Results) -> str:
-    """README with its table of figures, between the markers; as it is without them."""
+    """The text with a new table of figures between the markers. A text without markers stays as it is."""
     first = USUAL[:6]
     rows = ([*results.row(name, metric)[:2], f"`{results.command(name)}`"] for name, metric in first)
     machines = dict.fromkeys(results.run_at(name) for name, _ in first)
@@ -236,7 +250,7 @@ def readme(text: str, results: Results) -> str:
 
 
 def write(results: Results, docs: pathlib.Path) -> None:
-    """Writes the pages; and the picture of `replay`, if there is a result."""
+    """Writes the pages, and the picture of `replay` if it has a result."""
     docs.mkdir(parents=True, exist_ok=True)
     picture = docs / "replay.png"
     if "replay" in results.found:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two thousand production requests through the scheduler, by a virtual clock, for each way to reserve blocks.
 
-The requests are the first ones of a trace of Mooncake, with lengths divided by 16 (`benchmarks/trace.py`); 32 rows,
-8,192 blocks, so that no request is preempted. One step of the model is 250 ms of the trace, and a request is submitted
-when its time has come, or at the end of the block of steps in which it comes. The requests would take 3,400 steps if
-nothing were reused, and arrive within 2,676: the system is always loaded, and reuse decides whether it keeps up.
+The requests are the first of a trace of Mooncake, with lengths divided by 16 (`benchmarks/trace.py`). The cache has 32
+rows and 8,192 blocks, so no request is preempted. A step of the model is 250 ms of the trace. A request is submitted
+when its time has come, or at the end of the block of steps in which it comes. Without reuse, the requests would take
+3,400 steps. They arrive within 2,676, so the system is always loaded, and reuse decides whether it keeps up.
 
-No model runs: each step chooses token 0. A "second" then counts the scheduler's own time, and a "virtual second" the
+No model runs: each step chooses token 0. So a "second" counts the scheduler's own time, and a "virtual second" the
 steps of a model. Steps to the first token are counted from the time at which the request was due.
 
-The first 60 requests, or as many as `--checked` says, are also given to the scheduler in plain Python: it must find the
-same tokens in its cache, and choose each request's first and last token in the same step.
+The first 60 requests, or as many as you set with `--checked`, are also given to the scheduler in plain Python. It has
+to find the same tokens in its cache, and choose each request's first and last token in the same step.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ BARS = {
     for metric, bar in [*COLUMNS.items()][: None if waits else 2]
 }
 NOTES = """
-The ways are those of `Scheduler(reserve=)`; "no waiting" is `wait_for_prefix=False`, where a request does not wait for
-a prefix that a row is about to compute. With `--checked 2000` the scheduler in plain Python has done the same with all
+The ways are the values of `Scheduler(reserve=)`. "No waiting" is `wait_for_prefix=False`: a request does not wait for a
+prefix which a row is about to compute. With `--checked 2000` the scheduler in plain Python has done the same with all
 requests, in each of the six ways.
 """
 
@@ -72,7 +72,7 @@ FIELDS = "cached", "first_token", "ended", "preemptions"  # what came of a reque
 
 
 class Library:
-    """The library's scheduler; every `run` is one call of a program."""
+    """The library's scheduler. Every `run` is a call of a program."""
 
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
         self.width = max(len(request.prompt) for request in requests)
@@ -91,26 +91,28 @@ class Library:
 
         self._run = jax.jit(run, donate_argnums=0, compiler_options=kvjax.serving.compiler_options())
         self._submit = jax.jit(functools.partial(submit, scheduler=scheduler), donate_argnums=0)
-        self.steps, self.busy = 0, False
+        self.steps = 0
+        self.busy = False
 
     def submit(self, request: Request) -> None:
-        """A request comes in."""
+        """Submits a request."""
         line = np.zeros(self.width, np.int32)
         line[: len(request.prompt)] = request.prompt
-        length, new = np.array([len(request.prompt)], np.int32), np.array([request.new_tokens], np.int32)
+        length = np.array([len(request.prompt)], np.int32)
+        new = np.array([request.new_tokens], np.int32)
         self.serving, status, *_ = self._submit(self.serving, line, length, new)
         common.require(int(status[0]) == kvjax.Status.OK, f"a request was refused: {int(status[0])}")
         self.busy = True
 
     def run(self, steps: int) -> None:
-        """Some steps, while there is something to do."""
+        """Runs up to `steps` steps, while there is work."""
         self.serving, counts = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
         self.steps, self.busy = (array.item() for array in jax.device_get(counts))
 
-    def ended(self, number: int) -> dict[str, np.ndarray]:
+    def ended(self, count: int) -> dict[str, np.ndarray]:
         """`FIELDS` of the first requests, i64[number] each."""
         requests = self.serving.requests
-        return {name: np.asarray(getattr(requests, name))[:number].astype(np.int64) for name in FIELDS}
+        return {name: np.asarray(getattr(requests, name))[:count].astype(np.int64) for name in FIELDS}
 
 
 class Plain:
@@ -119,7 +121,7 @@ class Plain:
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
         max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
         cache = Oracle(size.num_blocks, BLOCK, size.rows, -(-max(max_tokens) // BLOCK))
-        self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, at: 0, max_tokens)
+        self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, step: 0, max_tokens)
         self.steps = 0
 
     @property
@@ -137,20 +139,21 @@ class Plain:
             self.scheduler.step()
             self.steps = self.scheduler.steps
 
-    def ended(self, number: int) -> dict[str, np.ndarray]:
-        requests = self.scheduler.requests[:number]
+    def ended(self, count: int) -> dict[str, np.ndarray]:
+        requests = self.scheduler.requests[:count]
         return {name: np.array([getattr(request, name) for request in requests]) for name in FIELDS}
 
 
 def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.ndarray, int]:
     """Submits each request when it is due, and runs until all are done.
 
-    While nothing is to be done the clock goes on, and the system's steps do not.
+    While there is no work the clock goes on, but the system's steps do not.
 
     Returns:
-      The step of the system at which each request was due, i64[requests]; and the clock at the end.
+      The step of the system at which each request was due, i64[requests], and the clock at the end.
     """
-    idle, due = 0, []
+    idle = 0
+    due = []
     for request in requests:
         while system.busy and system.steps + idle < request.due:
             system.run(request.due - system.steps - idle)
@@ -162,26 +165,32 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
     return np.array(due), system.steps + idle
 
 
-def require_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    """Ends the benchmark if the library and plain Python made different things of the requests."""
-    for name, own in ours.items():
-        common.require(np.array_equal(own, theirs[name]), f"{name} is {own}, and {theirs[name]} in plain Python")
+def require_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Ends the benchmark if the library and plain Python served the requests in different ways."""
+    for name, values in ours.items():
+        otherwise = f"{name} is {values}, and {expected[name]} in plain Python"
+        common.require(np.array_equal(values, expected[name]), otherwise)
 
 
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
-    """Replays the first requests, which compiles, also in plain Python; then all of them, which is timed."""
-    first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
+    """Replays the first requests, which compiles the programs, also in plain Python. Then replays and times all."""
+    first = requests[: max(size.checked, 1)]
+    system = Library(requests, size, scheduler)
     initial = copy_of(system.serving)()
     replay(system, first)
     if size.checked:
         plain = Plain(requests, size, scheduler)
         replay(plain, first)
         require_same(system.ended(len(first)), plain.ended(len(first)))
-    system.serving, system.steps, system.busy = initial, 0, False
+    system.serving = initial
+    system.steps = 0
+    system.busy = False
     began = time.perf_counter()
     due, clock = replay(system, requests)
-    seconds, ended = time.perf_counter() - began, system.ended(len(requests))
-    generated, waited = sum(request.new_tokens for request in requests), ended["first_token"] - due
+    seconds = time.perf_counter() - began
+    ended = system.ended(len(requests))
+    generated = sum(request.new_tokens for request in requests)
+    waited = ended["first_token"] - due
     return {
         "tokens_a_second": generated / seconds,
         "tokens_a_virtual_second": generated / (clock * MS_A_STEP / 1000),
@@ -193,16 +202,16 @@ def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -
 
 
 def by_way(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The metrics of a result, by way."""
-    found = {name: {} for name in itertools.starmap(way_name, WAYS)}
-    for way, values in found.items():
-        values |= {name.removeprefix(f"{way}_"): value for name, value in metrics.items() if name.startswith(way)}
-    return found
+    """The metrics of a result, grouped by way."""
+    by_name = {name: {} for name in itertools.starmap(way_name, WAYS)}
+    for name, values in by_name.items():
+        values |= {metric.removeprefix(f"{name}_"): metrics[metric] for metric in metrics if metric.startswith(name)}
+    return by_name
 
 
 @picture
-def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
-    """Bars of each figure, side by side for with and without waiting."""
+def plot(figures: dict[str, dict[str, float]], file: pathlib.Path) -> None:
+    """Draws bars of each figure, side by side with and without waiting."""
     panels = {
         "tokens_a_second": "tokens a second, no model", "tokens_a_virtual_second": "tokens a virtual second",
         "first_token_p50": "steps to first token, median", "first_token_p99": "steps to first token, 99 %",
@@ -213,7 +222,7 @@ def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
     for axes, (metric, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for i, (waits, label) in enumerate(((True, "waits for prefixes"), (False, "does not"))):
             ways = [(x, way_name(reserve, waits)) for x, reserve in enumerate(reserves)]
-            bars = [(x + 0.4 * i - 0.2, found[name][metric]) for x, name in ways if name in found]
+            bars = [(x + 0.4 * i - 0.2, figures[name][metric]) for x, name in ways if name in figures]
             axes.bar(*zip(*bars, strict=True), 0.38, label=label, color=(BLUE, AMBER)[i])
         finish(axes)
         axes.set_title(title)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas, and blocks that are divided, on virtual devices, which share the cores of one machine.
+"""Replicas, and caches with divided blocks, on virtual devices which share the cores of a machine.
 
-Replicas answer the questions of `benchmarks.serving`: two of them, each with the cache of one; and four, each with a
-quarter of its blocks and rows, in one batch, and in 8 batches in random order. All answers must be those of one cache.
-A prompt of 2,048 tokens is routed over 8 replicas with full caches of 4,096 blocks; the prompts begin alike, and all
-replicas have that beginning.
+Replicas answer the questions of `benchmarks.serving`. Two replicas each have the cache of one. Four replicas each have
+a quarter of its blocks and rows, and answer in a single batch, or in 8 batches in random order. All answers have to
+equal the answers of a single cache. A prompt of 2,048 tokens is routed over 8 replicas with full caches of 4,096
+blocks. The prompts begin with the same text, which all replicas have cached.
 
-Blocks are divided on 8 devices, of which 2 divide heads and 4 the tokens of blocks; the decode step has 32 rows.
-Programs take turns; a ratio is of medians of wall time. Each part has a process of its own, with as many virtual
-devices as it needs.
+Blocks are divided on 8 devices: 2 divide heads and 4 the tokens of blocks. The decode step has 32 rows. Programs take
+turns, and ratios are of medians of wall time. Each part runs in a separate process with as many virtual devices as it
+needs.
 """
 
 from __future__ import annotations
@@ -64,53 +64,57 @@ def run(replicas: Replicas, size: Size, prompts: Sequence[Sequence[int]]) -> lis
 
 
 def compare_speed(size: Size) -> dict[str, float]:
-    """`two_over_one`."""
+    """Measures `two_over_one`."""
     model, _ = load_recall()
-    prompts, spec = prompts_of(size), workload.spec_of(model, size)
+    prompts = prompts_of(size)
+    spec = workload.spec_of(model, size)
     programs: dict[str, Program] = {
         name: (
-            functools.partial(Replicas, model, spec, jax.devices()[:number]),
+            functools.partial(Replicas, model, spec, jax.devices()[:count]),
             lambda replicas: [output.tokens for output in run(replicas, size, prompts)],
         )
-        for name, number in (("one", 1), ("two", 2))
+        for name, count in (("one", 1), ("two", 2))
     }
     took, answers = common.in_turns(programs, size.rounds)
     workload.require_same(model, size, prompts, answers)
     tokens = len(prompts) * size.new_tokens
     return {
         "two_over_one": took["one"].wall / took["two"].wall,
-        **{f"{name}_tokens_per_s": tokens / each.wall for name, each in took.items()},
+        **{f"{name}_tokens_per_s": tokens / timing.wall for name, timing in took.items()},
     }
 
 
 def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, float]:
-    """`reused_of_one`, and the share of replicas in turn; for several batches in random order, by another name."""
-    (model, _), number = load_recall(), size.parts
-    part = size.replace(rows=size.rows // number, num_blocks=size.num_blocks // number)
-    whole, quarter = workload.spec_of(model, size), workload.spec_of(model, part)
+    """Measures `reused_of_one`, and the share if replicas take turns. `name` is for several batches in random order."""
+    (model, _) = load_recall()
+    num_replicas = size.parts
+    part = size.replace(rows=size.rows // num_replicas, num_blocks=size.num_blocks // num_replicas)
+    full_spec = workload.spec_of(model, size)
+    part_spec = workload.spec_of(model, part)
     prompts = prompts_of(size)
     prompts = prompts if batches == 1 else random.Random(0).sample(prompts, len(prompts))
-    one, routed = Replicas(model, whole, jax.devices()[:1]), Replicas(model, quarter, jax.devices()[:number])
-    turns = [Replicas(model, quarter, jax.devices()[:1]) for _ in range(number)]
+    single = Replicas(model, full_spec, jax.devices()[:1])
+    routed = Replicas(model, part_spec, jax.devices()[:num_replicas])
+    turns = [Replicas(model, part_spec, jax.devices()[:1]) for _ in range(num_replicas)]
 
     def in_turn(batch: Sequence[Any]) -> list[Any]:
         outputs: list[Any] = [None] * len(batch)
         for n, replica in enumerate(turns):
-            outputs[n::number] = run(replica, size, batch[n::number])
+            outputs[n::num_replicas] = run(replica, size, batch[n::num_replicas])
         return outputs
 
     ways: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
-        "one": lambda batch: run(one, size, batch), "routed": lambda batch: run(routed, size, batch),
+        "one": lambda batch: run(single, size, batch), "routed": lambda batch: run(routed, size, batch),
         "in_turn": in_turn,
     }  # fmt: skip
     cuts = [len(prompts) * n // batches for n in range(batches + 1)]
     outputs = {
-        name: [output for begin, end in itertools.pairwise(cuts) for output in way(prompts[begin:end])]
-        for name, way in ways.items()
+        name: [output for begin, end in itertools.pairwise(cuts) for output in program(prompts[begin:end])]
+        for name, program in ways.items()
     }
-    answers = {name: [output.tokens for output in some] for name, some in outputs.items()}
+    answers = {name: [output.tokens for output in batch] for name, batch in outputs.items()}
     workload.require_same(model, size, prompts, answers)
-    cached = {name: sum(output.cached_tokens for output in some) for name, some in outputs.items()}
+    cached = {name: sum(output.cached_tokens for output in batch) for name, batch in outputs.items()}
     return {
         f"reused_of_one{name}": cached["routed"] / cached["one"],
         f"one_reused{name}": cached["one"] / sum(map(len, prompts)),
@@ -119,24 +123,29 @@ def compare_reuse(size: Size, batches: int = 1, name: str = "") -> dict[str, flo
 
 
 def compare_routing(size: Size) -> dict[str, float]:
-    """`route_of_hashing`."""
-    number, block, rng = size.routes, workload.BLOCK, np.random.default_rng(0)
+    """Measures `route_of_hashing`."""
+    num_replicas = size.routes
+    block = workload.BLOCK
+    rng = np.random.default_rng(0)
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(1, 1)], num_blocks=size.routed_blocks, max_seqs=8, max_length=size.length + block,
         block_size=block, dtype="float32",
     )  # fmt: skip
     # The price of load spreads the prompts over all replicas, so that each one gets the beginning.
-    replicas = Replicas(caches.NoModel(VOCABULARY), spec, jax.devices()[:number], load_price=1.0)
+    replicas = Replicas(caches.NoModel(VOCABULARY), spec, jax.devices()[:num_replicas], load_price=1.0)
     half = size.length // 2
     start = rng.integers(0, VOCABULARY, half).tolist()
-    count = number * (size.routed_blocks * block // half)  # as many as all caches hold, and a few push others out
+    count = num_replicas * (size.routed_blocks * block // half)  # as many as all caches hold, and a few push others out
     prompts = [[*start, *rng.integers(0, VOCABULARY, half).tolist()] for _ in range(count)]
     replicas.run_batch(make_requests(prompts, max_new_tokens=1))
     cached = [int(np.sum(np.asarray(cache.state.groups[0].blocks.fill) == block)) for cache in replicas.caches]
     common.require(min(cached) > 0.9 * size.routed_blocks, f"a cache has {min(cached)} blocks, wanted a full one")
-    route, hashing, reused = list[float](), list[float](), list[int]()
+    route = list[float]()
+    hashing = list[float]()
+    reused = list[int]()
     for prompt in [*prompts[-64:], *prompts[-64:]]:
-        array, began = np.asarray(prompt), time.perf_counter()
+        array = np.asarray(prompt)
+        began = time.perf_counter()
         (chosen,) = replicas.route([Request(prompt)])
         routed = time.perf_counter()
         hashes_of(array, 0, replicas.spec)
@@ -149,19 +158,19 @@ def compare_routing(size: Size) -> dict[str, float]:
 
 
 def mesh_of(heads: int, context: int) -> dict[str, Any]:
-    """The arguments of `Cache.create` for so many devices that divide heads, and blocks."""
+    """The arguments of `Cache.create` for this number of devices to divide heads, and to divide blocks."""
     sizes = {"heads": heads} | ({"context": context} if context > 1 else {})
     mesh = jax.make_mesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes))
     return {"mesh": mesh, **{name: name for name in sizes}}
 
 
 def compare_bytes(size: Size) -> dict[str, float]:
-    """`context_bytes` and `context_temporaries`, of the bundled model's decode step on 2 x 4 devices."""
+    """Measures `context_bytes` and `context_temporaries`, of the bundled model's decode step on 2 x 4 devices."""
     where = mesh_of(2, 4)
     model, _ = loading.load(recall.CHECKPOINT, **where)
     cache = kvjax.Cache.create(kvjax.make_spec(model.layer_specs(), num_blocks=size.divided, **SHAPE), **where)
     leaves = jax.tree.leaves(cache.pools)
-    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    device_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
 
     def step(model: Any, cache: Any, tokens: Any) -> Any:
         cache, _ = cache.extend(np.ones(ROWS, bool))
@@ -170,15 +179,16 @@ def compare_bytes(size: Size) -> dict[str, float]:
     compiled = jax.jit(step, donate_argnums=1).lower(model, cache, np.zeros((ROWS, 1), np.int32)).compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     return {
-        "context_bytes": 8 * own / sum(leaf.nbytes for leaf in leaves),
-        "context_temporaries": temporaries / own,
-        "context_mb_of_a_device": own / 1e6,
+        "context_bytes": 8 * device_bytes / sum(leaf.nbytes for leaf in leaves),
+        "context_temporaries": temporaries / device_bytes,
+        "context_mb_of_a_device": device_bytes / 1e6,
     }
 
 
 def compare_books(size: Size) -> dict[str, float]:
-    """`context_books`: `extend` and `commit` on 2 x 4 devices to those on as many that divide heads alone."""
-    layers, tokens = [kvjax.LayerSpec(8, 16)], np.ones((ROWS, 1), np.int32)
+    """Measures `context_books`: `extend` and `commit` on 2 x 4 devices, against 8 devices which divide heads."""
+    layers = [kvjax.LayerSpec(8, 16)]
+    tokens = np.ones((ROWS, 1), np.int32)
     spec = kvjax.make_spec(layers, num_blocks=ROWS * LENGTH // 16, **SHAPE)
     admit = jax.jit(kvjax.Cache.admit)
 
@@ -202,7 +212,7 @@ def compare_books(size: Size) -> dict[str, float]:
     states = [jax.tree.leaves(jax.device_get(cache.state)) for cache in ends.values()]
     common.require(all(map(np.array_equal, *states)), "the two caches have different metadata")
     ratio = took["context"].wall / took["heads"].wall
-    details = common.times({f"books_of_{name}": each for name, each in took.items()}, "ms", calls=TURNS)
+    details = common.times({f"books_of_{name}": timing for name, timing in took.items()}, "ms", calls=TURNS)
     return {"context_books": ratio, **details}
 
 
@@ -230,7 +240,7 @@ SIZES = {
 
 
 def measure_part(part: str, quick: bool, first: int | None, rounds: int) -> dict[str, float]:
-    """A part, in a process of its own: the number of virtual devices is set once, before jax starts."""
+    """Measures a part in this process. The number of virtual devices is set once, before jax starts."""
     compare, devices = PARTS[part]
     jax.config.update("jax_num_cpu_devices", devices)
     return compare(measure.size(quick, first=first, rounds=rounds))

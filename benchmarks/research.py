@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulators of a trace against caches in plain Python, which must find the same for every single request.
+"""Simulators of a trace against caches in plain Python, which have to find the same for every single request.
 
-`lru_curve` and `belady` get the whole conversation trace of Mooncake where its folder is found (`benchmarks/trace.py`),
-else its first 2,000 requests. The other simulators get these 2,000; `replay` runs the real verbs, on the first 64
-blocks of each prompt. `lru_curve` starts from the trace, nothing prepared; the OrderedDict is timed at 10 of its 1,000
-sizes, and counted 100 times. The heaps of `belady` are of next uses with the number of their blocks, which are found
-beforehand, the fastest form that was tried; one of single blocks, as the tests have it, takes some 40 times as long.
-Times are medians of 5 rounds, in which both sides take turns. Compiling does not count.
-
-Learned policies are compared with LRU by hits, rule "papers", on later requests of the whole trace than those that they
-were learned from: means of three splits (the first third, half, two thirds) and three seeds. In each split the 95 %
-interval, by drawing windows of 300 requests, has to be above 0. Without the whole trace they have no figures. A second
-trace is random, and counted in one of another seed: nothing was ever chosen by it. A missed bar ends the benchmark.
+`lru_curve` and `belady` get the whole conversation trace of Mooncake if its folder exists (`benchmarks/trace.py`), else
+its first 2,000 requests. The other simulators always get these 2,000. `replay` runs the real verbs, on the first 64
+blocks of each prompt. `lru_curve` starts from the trace, without any preparation. The OrderedDict is timed at 10 of its
+1,000 sizes, and counted 100 times. The heaps of `belady` have next uses with the number of their blocks, computed
+beforehand, which was the fastest of several forms. A heap of single blocks, as in the tests, takes some 40 times as
+long. Times are medians of 5 rounds, in which both sides take turns. Compiling does not count.
 """
 
 from __future__ import annotations
@@ -25,13 +20,11 @@ from benchmarks import common
 from benchmarks.common import Bar, Size, benchmark
 from benchmarks.trace import TRACE, WHOLE, read_blocks
 from kvjax.policies import lfu, lru
-from kvjax.research import Trace, belady, compare_learned, draw_trace, lru_curve, replay, simulate
+from kvjax.research import Trace, belady, lru_curve, replay, simulate
 from kvjax.state import EvictionPolicy
 from tests.oracle import research as oracle
 
 RULE = "full"
-LEARNED, DRAWN = (5859, 10_000, 30_000), (2000, 4000, 8000)  # blocks of the caches of learned policies
-GAINS = dict(zip(LEARNED, (0.09, 0.06, 0.02), strict=True))
 CACHES = "64 caches of up to 16,384 blocks"
 BARS = {
     "requests": Bar("requests of the trace of `lru_curve` and `belady`", ""),
@@ -41,16 +34,10 @@ BARS = {
     "replay_growth": Bar("time of a request, caches of up to 65,536 blocks, to 2,048", at_most=2),
     "simulate_lru_x": Bar(f"speed of `simulate`, `lru()`, {CACHES}, to an OrderedDict for each", at_least=1),
     "simulate_lfu_x": Bar(f"speed of `simulate`, `lfu()`, {CACHES}, to a heap for each", at_least=1),
-    **{
-        f"learned_gain_{z}": Bar(f"learned: hits more than LRU's, {z:,} blocks", "share", bar)
-        for z, bar in GAINS.items()
-    },
-    **{f"learned_low_{z}": Bar(f"learned: least end of a 95 % interval, {z:,} blocks", "share", 0) for z in GAINS},
-    **{f"drawn_gain_{z}": Bar(f"learned: more hits, random trace, {z:,} blocks", "share") for z in DRAWN},
 }
 NOTES = """
-`belady` is faster on one core (`taskset -c 0`), where several runs gave 14x to 21x, than on two, 3.2x to 3.7x: XLA
-divides each gather of 64 numbers among the cores. `replay` is the other way round: 3.4x, and 1.8x on two quiet cores.
+`belady` is faster on one core (`taskset -c 0`), where several runs gave 14x to 21x, than on two, with 3.2x to 3.7x. XLA
+divides each gather of 64 numbers among the cores. `replay` is slower on one core: 3.4x, and 1.8x on two quiet cores.
 """
 
 
@@ -59,97 +46,85 @@ def prompts_of(trace: Trace) -> list[list[int]]:
     return [trace.blocks(request).tolist() for request in range(len(trace))]
 
 
-def side_by_side(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Seconds of a program, and of plain Python; both take turns, and find the same for every request."""
-    took, _ = common.in_turns({"ours": ours, "theirs": theirs}, rounds, np.array_equal)
+def side_by_side(ours: Callable[[], Any], python: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Seconds of a program and of plain Python, in turns. Both have to find the same for every request."""
+    took, _ = common.in_turns({"ours": ours, "theirs": python}, rounds, np.array_equal)
     return took["ours"].wall, took["theirs"].wall
 
 
-def sizes_of(trace: Trace, number: int) -> np.ndarray:
-    """i32[number]; from the longest request to all blocks that there are, by equal factors."""
-    return np.geomspace(int(trace.lengths.max()), trace.num_ids, number).astype(np.int32)
+def sizes_of(trace: Trace, count: int) -> np.ndarray:
+    """i32[number]; sizes from the longest request to the number of all blocks, at equal factors."""
+    return np.geomspace(int(trace.lengths.max()), trace.num_ids, count).astype(np.int32)
 
 
 def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
-    """`lru_curve_x`: all sizes at once, to one by one."""
+    """Measures `lru_curve_x`: all sizes in a program, compared with a loop over sizes."""
     sizes = sizes_of(trace, size.lru_sizes)
     timed = np.linspace(0, size.lru_sizes - 1, size.lru_timed).astype(np.int32)
-    prompts, full = prompts_of(trace), trace.full.tolist()
-    ours, theirs = side_by_side(
+    prompts = prompts_of(trace)
+    full = trace.full.tolist()
+    our_s, python_s = side_by_side(
         lambda: lru_curve(trace, sizes, "kvjax").blocks[timed],
         lambda: [oracle.lru(prompts, full, int(z), "kvjax") for z in sizes[timed]], size.rounds,
     )  # fmt: skip
-    theirs *= size.lru_sizes / size.lru_timed
-    return {"lru_curve_x": theirs / ours, "lru_curve_s": ours, "ordered_dict_s": theirs}
+    python_s *= size.lru_sizes / size.lru_timed
+    return {"lru_curve_x": python_s / our_s, "lru_curve_s": our_s, "ordered_dict_s": python_s}
 
 
 def measure_belady(trace: Trace, size: Size) -> dict[str, float]:
-    """`belady_x`: all sizes at once, to a heap for each."""
-    sizes, lengths = sizes_of(trace, size.belady_sizes), trace.lengths.tolist()
+    """Measures `belady_x`: all sizes in a program, compared with a heap for each."""
+    sizes = sizes_of(trace, size.belady_sizes)
+    lengths = trace.lengths.tolist()
     coming = oracle.next_runs(oracle.next_uses(prompts_of(trace)))
-    ours, theirs = side_by_side(
+    our_s, python_s = side_by_side(
         lambda: belady(trace, sizes).blocks,
         lambda: [oracle.belady_by_runs(lengths, coming, int(z)) for z in sizes], size.rounds,
     )  # fmt: skip
-    return {"belady_x": theirs / ours, "belady_s": ours, "heap_s": theirs}
+    return {"belady_x": python_s / our_s, "belady_s": our_s, "heap_s": python_s}
 
 
-def at_once(run: Callable[..., Any], trace: Trace, policy: EvictionPolicy, caches: int, most: int) -> Any:
-    """Caches whose sizes are evenly spread up to the most blocks, in one program; and the sizes."""
-    sizes = np.arange(1, caches + 1) * most // caches
+def at_once(run: Callable[..., Any], trace: Trace, policy: EvictionPolicy, caches: int, max_blocks: int) -> Any:
+    """A program for caches whose sizes are evenly spread up to `most` blocks, and the sizes."""
+    sizes = np.arange(1, caches + 1) * max_blocks // caches
     return lambda: run(trace, policy, sizes, rule=RULE).blocks, sizes
 
 
 def one_by_one(find: Callable[..., Sequence[int]], trace: Trace, sizes: np.ndarray) -> Callable[[], np.ndarray]:
-    """One size after the other, in plain Python."""
-    prompts, full = prompts_of(trace), trace.full.tolist()
+    """A loop over sizes in plain Python."""
+    prompts = prompts_of(trace)
+    full = trace.full.tolist()
     return lambda: np.array([find(prompts, full, size, RULE) for size in sizes.tolist()])
 
 
 def measure_caches(size: Size) -> Iterator[dict[str, float]]:
-    """Many caches on the verbs (`replay`) and without them (`simulate`), to plain Python, one after the other."""
-    whole, cut = read_blocks(TRACE, size.few_requests), read_blocks(TRACE, size.few_requests, size.longest)
+    """Compares many caches on the verbs (`replay`) and without them (`simulate`) with a loop in plain Python."""
+    full = read_blocks(TRACE, size.few_requests)
+    cut = read_blocks(TRACE, size.few_requests, size.longest)
     for name, run, trace, policy, find in (
         ("replay", replay, cut, lru(), oracle.lru),
-        ("simulate_lru", simulate, whole, lru(), oracle.lru),
-        ("simulate_lfu", simulate, whole, lfu(), oracle.lfu),
+        ("simulate_lru", simulate, full, lru(), oracle.lru),
+        ("simulate_lfu", simulate, full, lfu(), oracle.lfu),
     ):
         program, sizes = at_once(run, trace, policy, size.caches, size.num_blocks)
-        ours, theirs = side_by_side(program, one_by_one(find, trace, sizes), size.rounds)
-        yield {"replay_slower": ours / theirs} if name == "replay" else {f"{name}_x": theirs / ours}
-        yield {f"{name}_s": ours, f"{name}_python_s": theirs}
+        our_s, python_s = side_by_side(program, one_by_one(find, trace, sizes), size.rounds)
+        yield {"replay_slower": our_s / python_s} if name == "replay" else {f"{name}_x": python_s / our_s}
+        yield {f"{name}_s": our_s, f"{name}_python_s": python_s}
 
 
 def measure_growth(size: Size) -> dict[str, float]:
-    """`replay_growth`: how many times as long a request takes in the large caches as in the small ones."""
+    """Measures `replay_growth`: the time of a request in the large caches, divided by the time in the small caches."""
     trace = read_blocks(TRACE, size.few_requests, size.longest)
-    both = {f"replay_us_{most}": at_once(replay, trace, lru(), size.few, most) for most in (size.small, size.large)}
-    took, found = common.in_turns({name: program for name, (program, _) in both.items()}, size.rounds)
-    for name, (_, each) in both.items():
-        common.require_same({name: found[name], "plain Python": one_by_one(oracle.lru, trace, each)()}, np.array_equal)
+    both = {
+        f"replay_us_{num_blocks}": at_once(replay, trace, lru(), size.few, num_blocks)
+        for num_blocks in (size.small, size.large)
+    }
+    took, answers = common.in_turns({name: program for name, (program, _) in both.items()}, size.rounds)
+    for name, (_, sizes) in both.items():
+        expected = one_by_one(oracle.lru, trace, sizes)()
+        common.require_same({name: answers[name], "plain Python": expected}, np.array_equal)
     micros = {name: 1e6 * took[name].wall / (len(trace) * size.few) for name in both}
     small, large = micros.values()
     return {"replay_growth": large / small, **micros}
-
-
-def measure_learned(trace: Trace, size: Size, whole: bool) -> Iterator[dict[str, float]]:
-    """What learned policies find more than LRU, 0.1 for a tenth; where the intervals begin: the least, and all."""
-    learned = compare_learned(trace, size.learned, rule="papers", seeds=size.seeds)
-    gains = dict(zip((f"learned_gain_{z}" for z in size.learned), learned.gain.mean(axis=0).tolist(), strict=True))
-    lows = dict(zip((f"learned_low_{z}" for z in size.learned), learned.low.min(axis=0).tolist(), strict=True))
-    if whole:
-        require_learned(gains, lows)
-    names = (f"learned_low_{z}_split_{n + 1}" for n in range(len(learned.parts)) for z in size.learned)
-    yield gains | lows | dict(zip(names, learned.low.reshape(-1).tolist(), strict=True))
-    first, second = (draw_trace(seed, size.drawn_requests) for seed in range(2))
-    drawn = compare_learned(first, size.drawn, rule="papers", seeds=size.seeds, on=second)
-    yield {f"drawn_gain_{z}": gain for z, gain in zip(size.drawn, drawn.gain[0].tolist(), strict=True)}
-
-
-def require_learned(gains: dict[str, float], lows: dict[str, float]) -> None:
-    """Ends the benchmark unless gains reach the bars and every interval is above 0."""
-    common.require_bars(gains, BARS)
-    common.require(min(lows.values()) > 0, f"an interval begins at {min(lows.values()):.3g}, wanted above 0")
 
 
 SIZES = {
@@ -158,8 +133,6 @@ SIZES = {
     # The other simulators' requests; blocks of a prompt for `replay`, whose rows are of one length; caches.
     "few_requests": (2000, 30), "longest": (64, 8), "caches": (64, 4), "num_blocks": (16_384, 64),
     "few": 4, "small": (2048, 64), "large": (65_536, 96),
-    # Caches of learned policies, and seeds of a split; the same for the traces that are drawn.
-    "learned": ([*LEARNED], [300, 600]), "seeds": (3, 1), "drawn_requests": (6000, 300), "drawn": ([*DRAWN], [700]),
 }  # fmt: skip
 
 
@@ -171,8 +144,3 @@ def measure(size):
     yield measure_belady(trace, size)
     yield from measure_caches(size)
     yield measure_growth(size)
-    if whole := WHOLE.exists() and not size.quick:
-        yield from measure_learned(trace, size, whole)
-    else:
-        print("learned policies: no bar, which needs the whole trace (KVJAX_TRACES names its folder)")
-        yield from measure_learned(read_blocks(TRACE, 300), measure.size(quick=True), whole)

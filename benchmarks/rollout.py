@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts of a training step, to a sampler that keeps dense K/V for each sample, as training loops have them.
+"""Rollouts of a training step, against a sampler with dense K/V for each sample, as training loops have them.
 
-The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group. Where
-google-tunix is installed, the baseline of the first two figures is its own `vanilla` engine, with a Qwen3 of Tunix in
-both; else it is the dense sampler. The model has 4 layers of width 256. All are greedy and must choose the same tokens.
-They take turns; ratios are of CPU time, the median of several rounds. A training step is a rollout, `score` and an
-update.
+The dense sampler has buffers `[B * G, K, P + T, D]` and computes each prompt once for every sample of its group. If
+google-tunix is installed, the baseline of the first two figures is its `vanilla` engine, with a Qwen3 of Tunix on both
+sides, else it is the dense sampler. The model has 4 layers of width 256. All are greedy and have to choose the same
+tokens. They take turns, and ratios are of CPU time, the median of several rounds. A training step is a rollout, `score`
+and an update.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ BARS = {
 }
 NOTES = """
 With Tunix 0.1.7 installed (`PYTHON=.venv-tunix/bin/python make bench-rollout`) the first figure was 4.3x to 4.7x in
-several runs, and the second 1.2x to 1.5x. Without it the first was 3.1x to 3.4x, which misses the bar: most of the
-group's rollout is decode steps, which the dense sampler has too. A prompt's share of the time is all that can be saved.
+several runs, and the second 1.2x to 1.5x. Without it the first was 3.1x to 3.4x, and missed its bar. Most of the
+group's rollout is decode steps, which the dense sampler has too. Only a prompt's share of the time can be saved.
 """
 
 
 class Shape(NamedTuple):
-    """G samples of prompts of up to so many tokens, `new` tokens each."""
+    """`samples` samples of each prompt of up to `prompt` tokens, with `new` tokens each."""
 
     samples: int = 8
     prompt: int = 512
@@ -61,15 +61,17 @@ class Shape(NamedTuple):
 
 
 def make_model(config: ModelConfig, shape: Shape) -> tuple[Decoder, np.ndarray, np.ndarray]:
-    """A model, and a prompt i32[1, P] with its length i32[1]."""
+    """Returns a model, and a prompt i32[1, P] with its length i32[1]."""
     prompt = random_prompts(config.vocab_size, (1, shape.prompt), shape.prompt)
     return Decoder(config, rngs=nnx.Rngs(0)), prompt, np.array([shape.prompt], np.int32)
 
 
 def make_cache(model: Decoder, shape: Shape) -> kvjax.Cache:
-    """A cache with a row for each sample, 8 at most, and blocks for all."""
-    blocks, completions = -(-(shape.prompt + shape.new) // shape.block_size), shape.samples * shape.prompts
-    length, num_blocks = shape.prompt + shape.new, (completions + 1) * blocks
+    """A cache with blocks for all samples, and a row for each, but at most 8 rows."""
+    blocks = -(-(shape.prompt + shape.new) // shape.block_size)
+    completions = shape.samples * shape.prompts
+    length = shape.prompt + shape.new
+    num_blocks = (completions + 1) * blocks
     return kvjax.Cache.create(spec_of(model, min(completions, 8), length, num_blocks, shape.block_size))
 
 
@@ -79,14 +81,14 @@ def roll_out(model: Decoder, cache: kvjax.Cache, prompts: Any, lengths: Any, sha
 
 
 def dense_sampler(shape: Shape):
-    """A jitted greedy sampler, (model, prompt i32[1, P]) -> i32[G, T], that knows no sharing."""
+    """A jitted greedy sampler, (model, prompt i32[1, P]) -> i32[G, T], which shares nothing."""
 
     @jax.jit
     def sample(model: Decoder, prompt: jax.Array) -> jax.Array:
         tokens = jnp.broadcast_to(prompt, (shape.samples, shape.prompt))
         positions = jnp.broadcast_to(jnp.arange(shape.prompt)[None], tokens.shape)
 
-        def prefill(number, _, layers, q, kv, angles):
+        def prefill(layer_index, _, layers, q, kv, angles):
             k, v = (jnp.moveaxis(x, 1, 2) for x in (rotate(kv[0], angles), kv[1]))  # [R, K, P, D]
             padded = [jnp.pad(x, ((0, 0), (0, 0), (0, shape.new), (0, 0))) for x in (k, v)]
             return _causal(rotate(q, angles), k, v), (*layers, tuple(padded))
@@ -94,9 +96,9 @@ def dense_sampler(shape: Shape):
         x, layers = model._stream(tokens, positions, prefill, ())
         first = jnp.argmax(model._logits(x[:, -1]), axis=-1).astype(jnp.int32)
 
-        def step(carry, number):
+        def step(carry, step_index):
             token, layers = carry
-            logits, layers = contiguous_step(model, layers, token, jnp.full_like(token, shape.prompt) + number)
+            logits, layers = contiguous_step(model, layers, token, jnp.full_like(token, shape.prompt) + step_index)
             new = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return (new, layers), token
 
@@ -117,8 +119,9 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
-    """How many times longer the dense sampler takes; and seconds."""
-    (model, prompt, lengths), dense = make_model(config, shape), dense_sampler(shape)
+    """The dense sampler's time divided by ours, and seconds."""
+    (model, prompt, lengths) = make_model(config, shape)
+    dense = dense_sampler(shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def paged(model: Decoder, cache: kvjax.Cache, prompt: jax.Array) -> jax.Array:
@@ -132,12 +135,12 @@ def compare_samplers(config: ModelConfig, shape: Shape, rounds: int) -> tuple[fl
         "dense": lambda: (dense(model, prompt), None),
         "paged": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt)),
     }
-    took, _ = common.in_turns(programs, rounds, lambda one, other: np.array_equal(one[0], other[0]))
+    took, _ = common.in_turns(programs, rounds, lambda result, expected: np.array_equal(result[0], expected[0]))
     return took["dense"].cpu / took["paged"].cpu, common.times(took, f"{shape.prompt}_s", "cpu")
 
 
 def tunix_version() -> str | None:
-    """The version of google-tunix; None if it is not installed."""
+    """The version of google-tunix, or None if it is not installed."""
     try:
         return metadata.version("google-tunix")
     except metadata.PackageNotFoundError:
@@ -153,9 +156,10 @@ NUMBERS = types.SimpleNamespace(
 
 
 def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: int, block_size: int) -> dict[str, Any]:
-    """Programs: `samples` greedy completions i32[G, T] of a prompt i32[P], by either engine.
+    """Programs of both engines: `samples` greedy completions i32[G, T] of a prompt i32[P].
 
-    Each call of kvjax' engine is the first of its version of the weights, which finds nothing and empties old blocks.
+    Each call of kvjax's engine is the first with its version of the weights, so it finds nothing and empties old
+    blocks.
     """
     from tunix.models.qwen3 import model as qwen3
     from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
@@ -163,13 +167,15 @@ def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: in
 
     from models.tunix import KvjaxRollout
 
-    layer, length = config.layers[0], prompt.size + new
+    layer = config.layers[0]
+    length = prompt.size + new
     sizes = qwen3.ModelConfig(
         num_layers=len(config.layers), vocab_size=config.vocab_size, embed_dim=config.hidden_size,
         hidden_dim=config.intermediate_size, num_heads=config.num_heads, head_dim=layer.head_dim,
         num_kv_heads=layer.kv_heads, rope_theta=1_000_000, norm_eps=1e-6,
     )  # fmt: skip
-    model, rng = qwen3.Qwen3(sizes, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    model = qwen3.Qwen3(sizes, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
     leaves, tree = jax.tree.flatten(nnx.state(model))
     leaves = [leaf + 0.02 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
     nnx.update(model, jax.tree.unflatten(tree, leaves))
@@ -187,7 +193,7 @@ def tunix_engines(config: ModelConfig, prompt: np.ndarray, samples: int, new: in
 
 
 def compare_engines(config: ModelConfig, shape: Shape, rounds: int) -> tuple[float, dict[str, float]]:
-    """How many times longer Tunix' vanilla engine takes than `KvjaxRollout`, all that they do included; and seconds."""
+    """The time of Tunix's vanilla engine divided by `KvjaxRollout`'s, each as a whole, and seconds."""
     prompt = make_model(config, shape)[1][0]
     programs = tunix_engines(config, prompt, shape.samples, shape.new, shape.block_size)
     took, _ = common.in_turns(programs, rounds, np.array_equal)
@@ -195,14 +201,14 @@ def compare_engines(config: ModelConfig, shape: Shape, rounds: int) -> tuple[flo
 
 
 def compare_slots(config: ModelConfig, shape: Shape) -> float:
-    """Slots that samples at temperature 1 fill, which differ, in terms of the dense buffers' slots."""
+    """Slots filled by samples at temperature 1, which differ, divided by the dense buffers' slots."""
     model, prompt, lengths = make_model(config, shape)
     _, cache, _ = roll_out(model, make_cache(model, shape), prompt, lengths, shape)
     return int(jnp.sum(cache.state.groups[0].blocks.fill)) / (shape.samples * (shape.prompt + shape.new))
 
 
 def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, float]:
-    """`score_x`: how many times longer a dense pass over whole rows takes than `score`."""
+    """Measures `score_x`: the time of a dense pass over whole rows divided by `score`'s."""
     model, prompt, lengths = make_model(config, shape)
     completions = random_prompts(config.vocab_size, (1, shape.samples, shape.new), 1)
     rows = np.concatenate([np.repeat(prompt, shape.samples, axis=0), completions[0]], axis=1)
@@ -217,13 +223,14 @@ def compare_scores(config: ModelConfig, shape: Shape, rounds: int) -> dict[str, 
         "dense_score": lambda: [[dense(model, rows)]],
         "score": (lambda: make_cache(model, shape), lambda cache: paged(model, cache, prompt, completions, lengths)),
     }
-    took, _ = common.in_turns(programs, rounds, lambda one, other: np.allclose(one[0][0], other[0][0], atol=1e-4))
+    took, _ = common.in_turns(programs, rounds, lambda x, expected: np.allclose(x[0][0], expected[0][0], atol=1e-4))
     return {"score_x": took["dense_score"].cpu / took["score"].cpu, **common.times(took, "s", "cpu")}
 
 
 def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
-    """How many times longer rollouts take with `canonical=True`."""
-    (model, *_), rng = make_model(config, shape), np.random.default_rng(shape.prompts)
+    """The time of rollouts with `canonical=True`, divided by the time without."""
+    (model, *_) = make_model(config, shape)
+    rng = np.random.default_rng(shape.prompts)
     prompts = rng.integers(0, config.vocab_size, (shape.prompts, shape.prompt)).astype(np.int32)
     shortest = shape.prompt if shape.prompts == 1 else -(-shape.prompt // 4)
     lengths = rng.integers(shortest, shape.prompt + 1, shape.prompts).astype(np.int32)
@@ -244,9 +251,10 @@ def compare_canonical(config: ModelConfig, shape: Shape, rounds: int) -> float:
 
 
 def count_recompiles(config: ModelConfig, shape: Shape) -> int:
-    """Programs that are compiled by training steps after the first one: each has new weights, seeds and prompts."""
+    """Programs compiled by training steps after the first. Each step has new weights, seeds and prompts."""
     model, prompts, lengths = make_model(config, shape)
-    (graph, weights), cache = nnx.split(model), make_cache(model, shape)
+    (graph, weights) = nnx.split(model)
+    cache = make_cache(model, shape)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(weights: Any, cache: kvjax.Cache, prompt: jax.Array, version: jax.Array):
@@ -261,8 +269,8 @@ def count_recompiles(config: ModelConfig, shape: Shape) -> int:
         new = jax.tree.map(lambda weight, slope: weight - 0.01 * slope, weights, jax.grad(loss)(weights))
         return new, cache
 
-    for number in range(3):
-        weights, cache = step(weights, cache, prompts + number % 2, np.int32(number))
+    for step_index in range(3):
+        weights, cache = step(weights, cache, prompts + step_index % 2, np.int32(step_index))
     return step._cache_size() - 1
 
 
@@ -279,7 +287,9 @@ SIZES = {
 
 @benchmark(BARS, SIZES, rounds=(10, 1))
 def measure(size):
-    config, rounds, version = size.config, size.rounds, tunix_version()
+    config = size.config
+    rounds = size.rounds
+    version = tunix_version()
     for name in ("group", "decode"):
         shape = getattr(size, name)
         ratio, seconds = compare_samplers(config, shape, rounds)
@@ -287,8 +297,8 @@ def measure(size):
         if version is not None:
             ratio, seconds = compare_engines(config, shape, rounds)
             yield {f"{name}_x": ratio, **seconds}
-    own = "the dense sampler of this benchmark"
-    yield {"baseline": own if version is None else f"the vanilla engine of google-tunix {version}"}
+    dense_name = "the dense sampler of this benchmark"
+    yield {"baseline": dense_name if version is None else f"the vanilla engine of google-tunix {version}"}
     yield compare_scores(config, size.score, rounds)
     yield {
         "canonical_x": compare_canonical(config, size.group, rounds),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling by row, in one program for all: each row's temperature, top-k, top-p and `min_tokens` are arrays.
+"""Sampling by row, in a program for all rows: each row's temperature, top-k, top-p and `min_tokens` are arrays.
 
-32 rows choose among 128,256 tokens, some steps in one jitted loop, as in decoding: a call of its own would also take
-new memory from the system for what it does not use. A batch that is greedy throughout is compared with the plain
-choice: argmax, and the log-probability of the chosen token. Batches that sample are compared with a program for that
-one way of sampling (`tests/oracle/static_sampling.py`), without a bar. All must choose the same tokens with the same
-log-probabilities. The programs take turns, so that a noisy machine is noisy for all of them.
+32 rows choose among 128,256 tokens, some steps in a jitted loop, as in decoding. A separate call would also get new
+memory from the system, for outputs it does not use. A greedy batch is compared with the plain choice: argmax, and the
+log-probability of the chosen token. Batches with sampling are compared with a program for their single way of sampling
+(`tests/oracle/static_sampling.py`), without a bar. All programs have to choose the same tokens with the same
+log-probabilities. They take turns, so a noisy machine is noisy for all of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Choose = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def plain(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The greedy choice, as one would write it."""
+    """The plain greedy choice."""
     del sampling, positions
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=1)
@@ -56,44 +56,49 @@ def plain(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> tuple[
 
 
 def by_row(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The choice by arrays, with stop tokens and log-probabilities as in decoding; 4 tokens were generated."""
-    stop, generated = jnp.array([1, 2, -1], jnp.int32), jnp.full(positions.shape, 4, jnp.int32)
+    """The choice by arrays, with stop tokens and log-probabilities as in decoding, after 4 generated tokens."""
+    stop = jnp.array([1, 2, -1], jnp.int32)
+    generated = jnp.full(positions.shape, 4, jnp.int32)
     chosen = sample(logits, sampling, positions.astype(jnp.uint32), positions, stop=stop, generated=generated)
     return chosen.tokens, chosen.logprobs
 
 
-def static(way: Static) -> Choose:
-    """A program for one way of sampling."""
-    return lambda logits, _, positions: static_sampling.sample(logits, way, positions.astype(jnp.uint32), positions)
+def static(options: Static) -> Choose:
+    """A program for a single way of sampling."""
+    return lambda logits, _, positions: static_sampling.sample(logits, options, positions.astype(jnp.uint32), positions)
 
 
 def loop(choose: Choose, size: Size) -> Callable[[jax.Array, Sampling], Any]:
-    """Jitted: chooses `steps` times, each time by logits that differ in one token; tokens and scores [steps, R]."""
+    """A jitted loop which makes `steps` choices from different logits. Returns tokens and scores [steps, R]."""
 
     @jax.jit
     def run(logits, sampling):
-        def one(number, carry):
+        def step(step_index, carry):
             logits, tokens, scores = carry
-            positions = number + np.arange(size.rows, dtype=np.int32) * 7
+            positions = step_index + np.arange(size.rows, dtype=np.int32) * 7
             chosen = choose(logits, sampling, positions)
-            return logits.at[:, number].add(30.0), tokens.at[number].set(chosen[0]), scores.at[number].set(chosen[1])
+            return (
+                logits.at[:, step_index].add(30.0),
+                tokens.at[step_index].set(chosen[0]),
+                scores.at[step_index].set(chosen[1]),
+            )
 
         shape = (size.steps, size.rows)
         start = logits, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-        return lax.fori_loop(0, size.steps, one, start)[1:]
+        return lax.fori_loop(0, size.steps, step, start)[1:]
 
     return run
 
 
 def compare(programs: dict[str, Choose], sampling: Sampling, size: Size, rounds: int) -> dict[str, float]:
-    """The least seconds of a step of each program; ends the benchmark if they choose differently."""
+    """Minimum seconds of a step of each program. Ends the benchmark if their choices differ."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(3 * rng.standard_normal((size.rows, size.vocab), np.float32))
-    each = jax.tree.map(lambda leaf: np.repeat(leaf, size.rows), sampling)
+    per_row = jax.tree.map(lambda leaf: np.repeat(leaf, size.rows), sampling)
     loops: dict[str, Program] = {
-        name: functools.partial(loop(choose, size), logits, each) for name, choose in programs.items()
+        name: functools.partial(loop(choose, size), logits, per_row) for name, choose in programs.items()
     }
-    took, _ = common.in_turns(loops, rounds, lambda one, other: all(map(np.array_equal, one, other)))
+    took, _ = common.in_turns(loops, rounds, lambda result, expected: all(map(np.array_equal, result, expected)))
     return {name: seconds.least / size.steps for name, seconds in took.items()}
 
 
@@ -103,11 +108,12 @@ SIZES = {"rows": (32, 4), "vocab": (128_256, 512), "steps": (8, 2), "slow_rounds
 
 @benchmark(BARS, SIZES, rounds=(40, 1), strict=True)
 def measure(size):
-    """Milliseconds of a step, and what sampling by row takes to what a program for that one way takes."""
+    """Milliseconds of a step, and ratios of sampling by row to a program for a single way of sampling."""
     seconds = compare({"plain": plain, "by_row": by_row}, Sampling(min_tokens=3), size, size.rounds)
     yield {f"greedy_{name}_ms": 1e3 * took for name, took in seconds.items()}
     yield {"greedy_ratio": seconds["by_row"] / seconds["plain"]}
-    for name, way in WAYS.items():
-        seconds = compare({"static": static(way), "by_row": by_row}, Sampling(*way), size, size.slow_rounds)
+    for name, options in WAYS.items():
+        programs = {"static": static(options), "by_row": by_row}
+        seconds = compare(programs, Sampling(*options), size, size.slow_rounds)
         yield {f"{name}_{which}_ms": 1e3 * took for which, took in seconds.items()}
         yield {f"{name}_ratio": seconds["by_row"] / seconds["static"]}

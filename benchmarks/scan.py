@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile time that scanning the layers of a decoder saves, and the cost of it at run time.
+"""Compile time saved by scanning the layers of a decoder, and its cost at run time.
 
-A decode step (`extend` by a token, the model, commit) is compiled for models of 4 and of 32 equal layers, unrolled and
-scanned: seconds of tracing, lowering and compiling, without any cache of programs. The scanned one must not copy a
-pool, and its temporaries may exceed those of the unrolled one by one layer's weights: XLA copies each layer's weights
-out of the stack. Then both steps of 32 layers run in turns over the same K/V, 16 rows of 256 tokens; their logits must
-agree. A missed bar ends the benchmark.
+A decode step (`extend` by a token, the model, `commit`) is compiled for models of 4 and of 32 equal layers, unrolled
+and scanned. The figures are seconds of tracing, lowering and compiling, without any cache of programs. The scanned step
+may not copy a pool, and its temporaries may exceed the unrolled step's by the weights of a layer, since XLA copies each
+layer's weights out of the stack. Then both steps of 32 layers run in turns over the same K/V, 16 rows of 256 tokens.
+Their logits have to agree. A missed bar ends the benchmark.
 """
 
 import functools
@@ -42,7 +42,7 @@ TOLERANCE = 1e-3
 
 
 def config_of(num_layers: int, size: Size) -> ModelConfig:
-    """A model whose K/V heads are as wide as they are many."""
+    """A model with 8 query heads and 4 K/V heads."""
     return ModelConfig("llama", 8192, size.hidden, 3 * size.hidden, 8, (LayerConfig(4, size.hidden // 8),) * num_layers)
 
 
@@ -51,15 +51,16 @@ def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
 
 
 def step(model: Decoder, cache: kvjax.Cache, tokens: jax.Array):
-    """One token i32[S, 1] of every row: logits f32[S, V], and whether the cache did all of it."""
+    """Computes a token i32[S, 1] of every row. Returns logits f32[S, V], and whether the cache did all of it."""
     cache, extended = cache.extend(jnp.ones(tokens.shape[:1], jnp.bool_))
     cache, logits, committed = kvjax.step(model, cache, tokens, jnp.ones(tokens.shape[:1], jnp.int32))
     return cache, logits, extended.ok & committed.ok
 
 
 def compile_steps(scan: bool, size: Size) -> tuple[dict[int, float], Any]:
-    """The least seconds to compile a step by number of layers, taken in turns; and the larger model's program."""
-    least, compiled = {}, None
+    """Minimum seconds to compile a step by number of layers, in turns, and the larger model's program."""
+    least = {}
+    compiled = None
     for layers in (size.few, size.many) * size.compiles:
         config = config_of(layers, size)
         model = nnx.eval_shape(lambda config=config: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
@@ -73,7 +74,7 @@ def compile_steps(scan: bool, size: Size) -> tuple[dict[int, float], Any]:
 
 
 def compare_programs(unrolled: Any, scan: Any, size: Size) -> dict[str, float]:
-    """The temporaries of both steps; ends the benchmark if the scanned one copies a pool."""
+    """The temporaries of both steps. Ends the benchmark if the scanned step copies a pool."""
     model = nnx.eval_shape(lambda: Decoder(config_of(size.many, size), rngs=nnx.Rngs(0)))
     pools = jax.eval_shape(lambda: kvjax.init_pools(spec_of(model, size)))
     shape = ",".join(map(str, pools.arrays[0][0].shape))
@@ -100,10 +101,11 @@ def make_cache(model: Decoder, size: Size) -> kvjax.Cache:
 
 
 def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
-    """The least seconds of a step of each program, taken in turns; ends the benchmark if their logits differ."""
+    """Minimum seconds of a step of each program, in turns. Ends the benchmark if their logits differ."""
     model = Decoder(config_of(size.many, size), rngs=nnx.Rngs(0))
     models = {"unrolled": model, "scanned": scanned(model)}
-    held, tokens = {name: make_cache(model, size) for name in programs}, jnp.zeros((size.rows, 1), jnp.int32)
+    held = {name: make_cache(model, size) for name in programs}
+    tokens = jnp.zeros((size.rows, 1), jnp.int32)
 
     def run(name: str) -> jax.Array:
         held[name], logits, ok = programs[name](models[name], held[name], tokens)
@@ -112,7 +114,7 @@ def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
 
     close = functools.partial(jnp.allclose, rtol=TOLERANCE, atol=TOLERANCE)
     took, _ = common.in_turns({name: functools.partial(run, name) for name in programs}, size.rounds, close)
-    return {name: each.least for name, each in took.items()}
+    return {name: timing.least for name, timing in took.items()}
 
 
 SIZES = {

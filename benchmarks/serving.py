@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching in one program against other ways to run the same batch.
+"""Continuous batching in a single program, against other ways to run the same batch.
 
-512 questions about 32 documents, 16 in a row about each, are answered greedily by the bundled recall model in 32 rows,
-64 tokens each. Ways to run them: one program (`serve`, and `run_batch` from prompts to outputs); `serve_step` of one
-step, called from Python, which reads the tokens of a step while the next one runs, as schedulers on the host do; blocks
-of steps from Python; and `generate` of transformers in batches of 32, where it is installed, for this model and for one
-of 10 million parameters. All must choose the same tokens. They take turns; ratios are of CPU time, the median of
-several rounds, and the result has those of wall time too.
+The bundled recall model answers 512 questions about 32 documents greedily in 32 rows, with 64 tokens each. The 16
+questions about a document come in a row. The first way is a single program: `serve`, and `run_batch` from prompts to
+outputs. The second calls `serve_step` from Python for each step, and reads the tokens of a step while the next step
+runs, as schedulers on the host do. The third calls blocks of steps from Python. The last is `generate` of transformers
+in batches of 32, if it is installed, with this model and with a model of 10 million parameters. All ways have to choose
+the same tokens. They take turns, and ratios are of CPU time, the median of several rounds. The result also has ratios
+of wall time.
 
-The shares are of the same batch: prompt tokens found in the cache, as many as the scheduler in plain Python finds;
-tokens that decode steps chose, of rows times steps, where a row that is empty, computes its prompt or idles in a block
-of steps is unused; and positions of mixed steps that held a token. The result has those with answers of 33 to 95 tokens
-too.
+The shares belong to the same batch. The first is the share of prompt tokens found in the cache, which has to equal the
+share of the scheduler in plain Python. The second is tokens chosen by decode steps, divided by rows times steps. A row
+is unused if it is empty, computes its prompt or idles in a block of steps. The third is the share of positions of mixed
+steps with a token. The result also has these shares for answers of 33 to 95 tokens.
 
-A steady step is one of 256 rows that decode in a full cache of 65,536 blocks, so that every new block is an evicted
-one. Nobody waits, and no row is close to its `max_tokens`. There is no model, nor K/V. The scheduler's events go into a
-log; the verbs alone have none. Both must leave the same rows with the same blocks. Warm-up is the CPU time of a first
-`run_batch` in a new process without a compile cache, less that of a second one.
+A steady step is a step of 256 decoding rows in a full cache of 65,536 blocks, so each new block evicts another. No
+request waits, and no row is close to its `max_tokens`. There is no model, and there are no K/V. The scheduler's events
+go into a log, and the verbs alone have no log. Both have to leave the same rows with the same blocks. Warm-up is the
+CPU time of a first `run_batch` in a new process without a compile cache, less the CPU time of the second.
 """
 
 from __future__ import annotations
@@ -79,17 +80,19 @@ STEADY = {"steady_rows": (256, 4), "steady_blocks": (65_536, 512), "steps": (64,
 
 
 def ratios(took: dict[str, common.Took], name: str, slow: str, fast: str) -> dict[str, float]:
-    """How many times longer the slow way takes than the fast one, by CPU time, and by the clock."""
+    """The slow program's time divided by the fast program's, in CPU time and in wall time."""
     return {name: took[slow].cpu / took[fast].cpu, f"{name}_wall": took[slow].wall / took[fast].wall}
 
 
 def compare_ways(model: Any, size: Size) -> dict[str, float]:
-    """One program against steps from Python."""
-    prompts, scheduler = workload.questions(size), size.scheduler
+    """Compares a single program with steps from Python."""
+    prompts = workload.questions(size)
+    scheduler = size.scheduler
     begin = functools.partial(submitted, model, size, prompts, [size.new_tokens] * len(prompts))
-    one, single = workload.one_program(scheduler), dataclasses.replace(scheduler, k=1, k_waiting=1)
+    run_all = workload.one_program(scheduler)
+    single = dataclasses.replace(scheduler, k=1, k_waiting=1)
     programs: dict[str, Program] = {
-        "loop": (begin, lambda state: one(model, *state)[0]),
+        "loop": (begin, lambda state: run_all(model, *state)[0]),
         "python": (begin, lambda state: workload.from_python(single, model, *state)[0]),
         "blocks_from_python": (begin, lambda state: workload.from_python(scheduler, model, *state)[0]),
         "run_batch": (lambda: make_cache(model, size), functools.partial(run_batch, model, size, prompts)),
@@ -100,12 +103,12 @@ def compare_ways(model: Any, size: Size) -> dict[str, float]:
     return {
         **ratios(took, "loop_over_python", "python", "loop"),
         **ratios(took, "loop_over_blocks_from_python", "blocks_from_python", "loop"),
-        **{f"{name}_{kind}_s": getattr(each, kind) for name, each in took.items() for kind in ("cpu", "wall")},
+        **{f"{name}_{kind}_s": getattr(timing, kind) for name, timing in took.items() for kind in ("cpu", "wall")},
     }
 
 
 def transformers_batches(folder: str | pathlib.Path, new_tokens: int, rows: int) -> Callable[[Any], list[list[int]]]:
-    """`generate` of transformers: prompts -> tokens, in batches padded on the left, greedily, on the CPU in float32."""
+    """`generate` of transformers: prompts -> tokens, in left-padded batches, greedy, on the CPU in float32."""
     import torch
     import transformers
 
@@ -130,23 +133,24 @@ def transformers_batches(folder: str | pathlib.Path, new_tokens: int, rows: int)
 
 
 def compare_transformers(size: Size) -> dict[str, float]:
-    """`run_batch` against transformers, for two models; nothing where that is not installed."""
+    """Compares `run_batch` with transformers, for two models. Returns nothing if transformers is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         return {}
     figures = against_transformers("over_transformers", load_recall()[0], recall.CHECKPOINT, size)
     with tempfile.TemporaryDirectory() as folder:
         larger = Decoder(caches.LLAMA, rngs=nnx.Rngs(0))
         loading.save(larger, folder)
-        few = size.replace(documents=min(size.documents, 8))
-        return figures | against_transformers("over_transformers_10m", larger, folder, few)
+        fewer = size.replace(documents=min(size.documents, 8))
+        return figures | against_transformers("over_transformers_10m", larger, folder, fewer)
 
 
 def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size: Size) -> dict[str, float]:
-    """`run_batch` against transformers, with a model that is in a folder."""
-    theirs, prompts = transformers_batches(folder, size.new_tokens, size.rows), workload.questions(size)
+    """Compares `run_batch` with transformers, with a model in a folder."""
+    transformers = transformers_batches(folder, size.new_tokens, size.rows)
+    prompts = workload.questions(size)
     programs: dict[str, Program] = {
         "run_batch": (lambda: make_cache(model, size), functools.partial(run_batch, model, size, prompts)),
-        "transformers": lambda: theirs(prompts),
+        "transformers": lambda: transformers(prompts),
     }
     took, outputs = common.in_turns(programs, min(size.rounds, 2))
     workload.require_same(model, size, prompts, outputs)
@@ -154,11 +158,13 @@ def against_transformers(name: str, model: Any, folder: str | pathlib.Path, size
 
 
 def shares(model: Any, size: Size, lengths: Sequence[int]) -> dict[str, float]:
-    """How much of the prompts, of the decode slots and of the budget of mixed steps is used, for answers so long."""
-    prompts, spec = workload.questions(size), workload.spec_of(model, size)
+    """The shares of prompts, of decode slots and of the budget of mixed steps in use, for answers of these lengths."""
+    prompts = workload.questions(size)
+    spec = workload.spec_of(model, size)
     serving, steps = workload.from_python(size.scheduler, model, *submitted(model, size, prompts, lengths))
     cached = int(np.sum(serving.requests.cached))
-    plain, options = Oracle(size.num_blocks, BLOCK, size.rows, spec.max_blocks_per_seq), size.scheduler
+    plain = Oracle(size.num_blocks, BLOCK, size.rows, spec.max_blocks_per_seq)
+    options = size.scheduler
     wanted = oracle.cached_tokens(plain, workload.oracle_options(options), prompts, workload.answers(serving))
     common.require(cached == wanted, f"{cached} prompt tokens were reused, {wanted} by the scheduler in plain Python")
     decoded, held = tokens_of_steps(jax.device_get(steps))
@@ -172,8 +178,9 @@ def shares(model: Any, size: Size, lengths: Sequence[int]) -> dict[str, float]:
 
 
 def tokens_of_steps(steps: Sequence[Any]) -> tuple[int, list[int]]:
-    """Tokens that decode slots chose in steps of the scheduler; and for each mixed step the tokens on its line."""
-    decoded, held = 0, []
+    """Tokens chosen by decode slots in steps of the scheduler, and the number of tokens in each mixed step."""
+    decoded = 0
+    held = []
     for step in steps:
         chosen = np.sum(step.chosen.tokens >= 0, axis=1)
         chosen[step.chunks.rows[step.chunks.count > 0]] = 0  # chosen at the end of a chunk
@@ -184,13 +191,13 @@ def tokens_of_steps(steps: Sequence[Any]) -> tuple[int, list[int]]:
 
 
 def steady_scheduler(k: int) -> Scheduler:
-    """The options; a row's whole prompt is one chunk."""
+    """A scheduler with a chunk as long as a row's whole prompt."""
     return Scheduler(k=k, chunk=PROMPT + BLOCK)
 
 
 @functools.cache
 def steps_of(k: int, size: Size) -> Callable[..., Any]:
-    """(serving, steps) -> (serving, log); the scheduler's steps."""
+    """The scheduler's steps: (serving, steps) -> (serving, log)."""
 
     def run(serving: Serving, steps: jax.Array) -> Any:
         spec = serving.cache.state.spec
@@ -203,8 +210,9 @@ def steps_of(k: int, size: Size) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("k", "size"), donate_argnums=0)
 def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
-    """As many steps, in blocks of k: `extend` for the tokens, and their commit."""
-    every, tokens = jnp.ones(size.steady_rows, jnp.bool_), jnp.zeros((size.steady_rows, k), jnp.int32)
+    """The same number of steps as verbs, in blocks of k: `extend` and `commit`."""
+    every = jnp.ones(size.steady_rows, jnp.bool_)
+    tokens = jnp.zeros((size.steady_rows, k), jnp.int32)
     counts = jnp.full(size.steady_rows, k, jnp.int32)
 
     def block(_, state: CacheState) -> CacheState:
@@ -215,11 +223,11 @@ def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
 
 
 def decoding(size: Size) -> Serving:
-    """Requests that all decode, in a row each, in a cache without K/V."""
+    """Decoding requests, each in a row, in a cache without K/V."""
     spec = kvjax.make_spec(
         num_blocks=size.steady_blocks, max_seqs=size.steady_rows, max_length=LENGTH, block_size=BLOCK
     )
-    state = full_state(spec, lambda number: (1 + number) * LENGTH + jnp.arange(LENGTH, dtype=jnp.int32))
+    state = full_state(spec, lambda prompt_index: (1 + prompt_index) * LENGTH + jnp.arange(LENGTH, dtype=jnp.int32))
     lengths = PROMPT + np.arange(size.steady_rows, dtype=np.int32) % BLOCK  # they do not all fill a block at once
     line = np.random.default_rng(0).integers(1 << 24, 1 << 25, int(lengths.sum()), np.int32)
     serving = init_serving(Cache(state, kvjax.init_pools(spec)), [LENGTH] * size.steady_rows, greedy=True)
@@ -233,10 +241,11 @@ def decoding(size: Size) -> Serving:
 
 
 def require_steady(after: Serving, log: Any, state: CacheState, before: Serving, size: Size) -> None:
-    """Requires that the steps were steady, and left what the verbs left."""
+    """Requires steady steps, and the same rows and blocks as the verbs have."""
     common.require(int(after.steps - before.steps) == size.steps, "the scheduler has run other steps")
-    ours, theirs = after.cache.state, state
-    same = [(ours.seqs.committed, theirs.seqs.committed), (ours.groups[0].table, theirs.groups[0].table)]
+    ours = after.cache.state
+    expected = state
+    same = [(ours.seqs.committed, expected.seqs.committed), (ours.groups[0].table, expected.groups[0].table)]
     common.require(all(np.array_equal(a, b) for a, b in same), "the scheduler has other blocks than the verbs")
     blocks = size.steady_rows * size.steps // BLOCK
     counts = {name: int(kvjax.events.counts(log)[name]) for name in ("removed", "stored")}
@@ -244,8 +253,9 @@ def require_steady(after: Serving, log: Any, state: CacheState, before: Serving,
 
 
 def measure_steady(size: Size) -> dict[str, float]:
-    """A steady step against its verbs, by CPU time, and by the clock with what they are made of."""
-    start, programs = decoding(size), {}
+    """Compares a steady step with its verbs, in CPU time and in wall time."""
+    start = decoding(size)
+    programs = {}
     for k in (1, BLOCK):
         run = steps_of(k, size)
         programs[f"steps_{k}"] = copy_of(start), lambda serving, run=run: run(serving, np.int32(size.steps))
@@ -263,8 +273,10 @@ def measure_steady(size: Size) -> dict[str, float]:
 
 
 def warm_up(quick: bool) -> float:
-    """The CPU seconds of a first `run_batch` less those of a second one; for a process of its own."""
-    size, (model, _), seconds = measure.size(quick), load_recall(), []
+    """CPU seconds of a first `run_batch` less the seconds of the second. Call it in a separate process."""
+    size = measure.size(quick)
+    (model, _) = load_recall()
+    seconds = []
     for _ in range(2):
         cache = jax.block_until_ready(make_cache(model, size))
         began = time.process_time()

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvjax.stores`: blocks that enter a cache from outside, a saved cache, and prefixes on a disk.
+"""`kvjax.stores`: blocks which enter a cache from outside, a saved cache, and prefixes on a disk.
 
-Metadata: `adopt` and `finish_adoption` of a prefix of 128 blocks in a full pool of 65,536, to `admit` and `release` of
-as many, inside `scan`. All rows are admitted before the first one is released, so that each admission evicts as many
-blocks as an adoption does; but it publishes none. `admit`, `commit` and `release` also publish them.
+Metadata: `adopt` and `finish_adoption` of a prefix of 128 blocks in a full pool of 65,536, compared with `admit` and
+`release` of as many blocks, inside `scan`. All rows are admitted before the first is released, so each admission evicts
+as many blocks as an adoption does, but it publishes none. `admit`, `commit` and `release` also publish blocks.
 
-Bytes: 64 blocks of 1 MB from numpy into pools, in place, and back, to one `jax.device_put` of as many bytes of numpy,
-which copies them into new memory; and to disk, checksums and adoption included, to one file of as many bytes that is
-written and synced, and read after its pages were dropped.
+Bytes: 64 blocks of 1 MB go from numpy into pools, in place, and back. They are compared with a `jax.device_put` of as
+many bytes of numpy, which copies them into new memory. Blocks also go to disk, checksums and adoption included. They
+are compared with a file of as many bytes, which is written and synced, and read after its pages were dropped.
 
-Generations with a store: an answer of one token to a stored prompt of 2,048 tokens in
-an empty cache, the store being opened and its pages dropped; CPU time of a generation whose store writes all that it
-computes, `flush` included, and of one whose blocks are all in the cache and in the store; and the growth of resident
-memory while 1 GB is written and then read, the larger of both.
+Generations with a store: the first figure is the time of an answer of one token to a stored prompt of 2,048 tokens in
+an empty cache, after the store was opened and its pages were dropped. The next two are the CPU time of a generation
+whose store writes all computed blocks, `flush` included, and of a generation whose blocks are all in the cache and in
+the store. The last is the growth of resident memory while 1 GB is written and while it is read, the larger of both.
 
-Ways take turns, and the median of several rounds counts. Bytes and tokens are compared.
+Programs take turns, and the median of several rounds counts. Bytes and tokens are compared.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ BARS = {
 }
 NOTES = """
 `load` takes a fifth of its time to read the file, a third to check values and a quarter to copy them. In several runs
-its rate was 0.32x to 0.46x of a file's: it misses its bar on a busy machine. `DiskStore` wrote at 0.37x to 0.61x, and
-missed its bar once.
+its rate was 0.32x to 0.46x of a file's, so it misses its bar on a busy machine. `DiskStore` wrote at 0.37x to 0.61x,
+and missed its bar once.
 """
 MODEL = "a model"
 
 
-def tokens_of(number: jax.Array, length: int) -> jax.Array:
-    """i32[T]; the tokens of a prompt, all different from those of others from the first one on."""
-    return jnp.arange(length, dtype=jnp.int32) * 7 + number * 104_729
+def tokens_of(prompt_index: jax.Array, length: int) -> jax.Array:
+    """i32[T]; the tokens of a prompt. Prompts differ in every token."""
+    return jnp.arange(length, dtype=jnp.int32) * 7 + prompt_index * 104_729
 
 
 def computed(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
-    """Admits a prompt that is not cached, commits all of it and releases it."""
+    """Admits an uncached prompt, commits all of it and releases it."""
     state, admitted = kvjax.admit(state, 0, tokens, length)
     zero = jnp.zeros((1,), jnp.int32)
     state, committed = kvjax.commit(state, tokens[None], zero + length, seqs=zero)
@@ -83,7 +83,7 @@ def computed(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[k
 
 
 def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kvjax.CacheState, jax.Array]:
-    """Adopts a prompt that is not cached."""
+    """Adopts an uncached prompt."""
     columns = length // state.spec.block_size
     every = np.ones((columns,), np.bool_)
     state, reserved = adopt(state, tokens, length, every)
@@ -93,12 +93,13 @@ def adopted(state: kvjax.CacheState, tokens: jax.Array, length: int) -> tuple[kv
 
 
 def measure_verbs(size: Size) -> dict[str, float]:
-    """`adopt_over_admit` and `adopt_over_computed`, and microseconds a prefix."""
-    length, full = size.prefix * size.block_size, size.num_blocks // size.prefix
+    """Measures `adopt_over_admit` and `adopt_over_computed`, and microseconds per prefix."""
+    length = size.prefix * size.block_size
+    full = size.num_blocks // size.prefix
     spec = kvjax.make_spec(
         num_blocks=size.num_blocks, max_seqs=size.calls, max_length=length, block_size=size.block_size
     )
-    start = caches.full_state(spec, lambda number: tokens_of(number, length))
+    start = caches.full_state(spec, lambda prompt_index: tokens_of(prompt_index, length))
     calls = jnp.arange(size.calls, dtype=jnp.int32)
 
     def admitted(state: kvjax.CacheState) -> tuple[kvjax.CacheState, jax.Array]:
@@ -127,39 +128,41 @@ def measure_verbs(size: Size) -> dict[str, float]:
         common.require(bool(jnp.all(ok)), f"a prefix was not {name}")
         kvjax.check(state)
     ways = {"admit": "admitted", "computed": "computed"}
-    ratios = {f"adopt_over_{way}": took["adopted"].wall / took[name].wall for way, name in ways.items()}
+    ratios = {f"adopt_over_{base}": took["adopted"].wall / took[name].wall for base, name in ways.items()}
     return ratios | common.times(took, "us", calls=size.calls)
 
 
 class Bytes:
-    """A cache whose blocks have random bytes; these, f32[B, L, 2, K, P, D]; and the prompt i32[T] of the blocks."""
+    """A cache of random blocks, their bytes f32[B, L, 2, K, P, D], and their prompt i32[T]."""
 
     def __init__(self, size: Size):
-        self.size, self.names = size, kvjax.Namespaces()
+        self.size = size
+        self.names = kvjax.Namespaces()
         length = size.blocks * size.block_size
         self.spec = spec_of_bytes(size, size.blocks + 1, length + 1)
         shape = size.blocks, size.layers, 2, size.kv_heads, size.block_size, size.head_dim
         self.data = unaligned(np.random.default_rng(0).standard_normal(shape, np.float32))
-        self.tokens, self.staged = np.arange(1, length + 1, dtype=np.int32), Staged(((self.data,),), self.spec)
+        self.tokens = np.arange(1, length + 1, dtype=np.int32)
+        self.staged = Staged(((self.data,),), self.spec)
         self.cache, events = jax.jit(kvjax.Cache.adopt)(
             kvjax.Cache.create(self.spec), self.tokens, length, self.staged, np.ones((size.blocks,), np.bool_)
         )
         common.require(bool(events.ok), "the blocks were not adopted")
 
     def rows_in(self, cache: kvjax.Cache) -> np.ndarray:
-        """i32[B]; the pool rows of the blocks in a cache; it must have all of them."""
+        """i32[B]; the pool rows of the blocks in a cache, which has to contain all of them."""
         state, events = kvjax.admit(cache.state, 0, np.append(self.tokens, 0), len(self.tokens) + 1)
         common.require(int(events.cached[0]) == len(self.tokens), "a cache lacks blocks")
         return np.asarray(state.groups[0].table[0])[: self.size.blocks]
 
-    def rates(self, took: dict[str, common.Took], bases: dict[str, str], of: str) -> dict[str, float]:
-        """The rate of each way to that of its base; and all of them in GB/s."""
-        ratios = {f"{name}_of_{of}": took[base].wall / took[name].wall for name, base in bases.items()}
-        return ratios | {f"{name}_gb_s": self.data.nbytes / each.wall / 1e9 for name, each in took.items()}
+    def rates(self, took: dict[str, common.Took], bases: dict[str, str], unit: str) -> dict[str, float]:
+        """The rate of each program divided by its base's, and all rates in GB/s."""
+        ratios = {f"{name}_of_{unit}": took[base].wall / took[name].wall for name, base in bases.items()}
+        return ratios | {f"{name}_gb_s": self.data.nbytes / timing.wall / 1e9 for name, timing in took.items()}
 
 
 def spec_of_bytes(size: Size, num_blocks: int, max_length: int) -> kvjax.CacheSpec:
-    """A cache of one row whose blocks have 1 MB each."""
+    """A cache of a single row with blocks of 1 MB."""
     return kvjax.make_spec(
         [kvjax.LayerSpec(size.kv_heads, size.head_dim)] * size.layers, num_blocks=num_blocks, max_seqs=1,
         max_length=max_length, block_size=size.block_size, dtype="float32",
@@ -167,7 +170,7 @@ def spec_of_bytes(size: Size, num_blocks: int, max_length: int) -> kvjax.CacheSp
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
-    """A copy that begins 16 bytes behind a multiple of 64, as numpy's own large arrays do: jax would share others."""
+    """A copy which begins 16 bytes after a multiple of 64, as numpy's large arrays do. jax shares aligned arrays."""
     memory = np.empty(array.nbytes + 128, np.uint8)
     start = -memory.ctypes.data % 64 + 16
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -175,15 +178,16 @@ def unaligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def require_equal(found: Any, wanted: np.ndarray, name: str) -> None:
-    """Requires that arrays have the same bytes."""
-    same = np.array_equal(np.asarray(found).view(np.uint32), wanted.view(np.uint32))
+def require_equal(array: Any, wanted: np.ndarray, name: str) -> None:
+    """Requires equal bytes."""
+    same = np.array_equal(np.asarray(array).view(np.uint32), wanted.view(np.uint32))
     common.require(same, f"{name}: other bytes than were written")
 
 
 def measure_device(given: Bytes) -> dict[str, float]:
-    """`scatter_of_device_put` and `gather_of_device_put`."""
-    size, rows = given.size, [np.random.default_rng(1).permutation(given.size.blocks).astype(np.int32)]
+    """Measures `scatter_of_device_put` and `gather_of_device_put`."""
+    size = given.size
+    rows = [np.random.default_rng(1).permutation(given.size.blocks).astype(np.int32)]
     write = jax.jit(lambda pools, staged: scatter(pools, staged, rows, [size.blocks]), donate_argnums=0)
     read = jax.jit(lambda pools: gather(pools, rows))
     pools = [jax.block_until_ready(kvjax.init_pools(given.spec))]
@@ -202,7 +206,7 @@ def measure_device(given: Bytes) -> dict[str, float]:
 
 
 def new_folder(root: pathlib.Path, name: str) -> pathlib.Path:
-    """An empty folder in place of the last one of this name."""
+    """Makes an empty folder, and removes an older folder with this name."""
     shutil.rmtree(root / name, ignore_errors=True)
     (root / name).mkdir()
     return root / name
@@ -216,9 +220,11 @@ def write_file(path: pathlib.Path, data: np.ndarray) -> None:
 
 
 def measure_disk(given: Bytes, root: pathlib.Path) -> dict[str, float]:
-    """`save`, `load`, and both ways of `DiskStore`, to one file."""
+    """Compares `save`, `load`, and reads and writes of a `DiskStore` with a file."""
     options: Any = {"names": given.names, "model": MODEL}
-    saved, stored, path = root / "saved", root / "stored", root / "file"
+    saved = root / "saved"
+    stored = root / "stored"
+    path = root / "file"
     write_file(path, given.data)
     save(given.cache, saved, **options)
     rows = given.rows_in(given.cache).tolist()
@@ -280,10 +286,12 @@ def drop_pages(path: pathlib.Path) -> None:
 
 
 class Job:
-    """Prompts that a model answers greedily, with or without a store."""
+    """Prompts for a model to answer greedily, with or without a store."""
 
     def __init__(self, size: Size, rows: int, prompt: int, new: int):
-        self.model, self.new, self.names = Decoder(size.config, rngs=nnx.Rngs(0)), new, kvjax.Namespaces()
+        self.model = Decoder(size.config, rngs=nnx.Rngs(0))
+        self.new = new
+        self.names = kvjax.Namespaces()
         self.prompts = caches.random_prompts(size.config.vocab_size, (rows, prompt), prompt).tolist()
         num_blocks = 2 * rows * -(-(prompt + new) // size.block_size)
         self.spec = caches.spec_of(self.model, rows, prompt + new, num_blocks, size.block_size)
@@ -295,7 +303,7 @@ class Job:
         return DiskStore(folder, self.spec, model=MODEL, names=self.names, max_bytes=1 << 30, read_timeout_ms=60_000)
 
     def answer(self, cache: kvjax.Cache, store: DiskStore | None = None) -> tuple[list[Any], list[int], kvjax.Cache]:
-        """The tokens of each answer, how many of each prompt were stored, and the cache."""
+        """The tokens of each answer, the number of stored tokens of each prompt, and the cache."""
         outputs, cache, _ = kvjax.generate(
             self.model, cache, self.prompts, max_new_tokens=self.new, names=self.names, log_events=False, store=store
         )
@@ -303,8 +311,10 @@ class Job:
 
 
 def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
-    """`restart_x`: an answer to a stored prompt, the store being opened, to one that is computed."""
-    job, folder, opened = Job(size, 1, size.prompt, 1), root / "restart", list[DiskStore]()
+    """Measures `restart_x`: the time to compute an answer, divided by the time if the prompt is stored."""
+    job = Job(size, 1, size.prompt, 1)
+    folder = root / "restart"
+    opened = list[DiskStore]()
     with job.open(folder) as store:
         job.answer(job.empty(), store)
 
@@ -319,7 +329,7 @@ def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
         return job.answer(cache, opened[-1])
 
     programs: dict[str, Program] = {"computed": (job.empty, job.answer), "stored": (close, restart)}
-    took, results = common.in_turns(programs, size.rounds, lambda one, other: one[0] == other[0])
+    took, results = common.in_turns(programs, size.rounds, lambda result, expected: result[0] == expected[0])
     close()
     (stored,) = results["stored"][1]
     common.require(stored >= size.prompt - size.block_size, f"{stored} tokens were stored")
@@ -327,8 +337,9 @@ def measure_restart(size: Size, root: pathlib.Path) -> dict[str, float]:
 
 
 def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
-    """`writing_x` and `idle_x`: CPU time of a generation with a store, to one without."""
-    job, idle = Job(size, size.rows, size.batch_prompt, size.new), root / "idle"
+    """Measures `writing_x` and `idle_x`: CPU time of a generation with a store, divided by the time without."""
+    job = Job(size, size.rows, size.batch_prompt, size.new)
+    idle = root / "idle"
     writing = list[DiskStore]()
     with job.open(idle) as store:
         *_, warm = job.answer(job.empty(), store)
@@ -363,8 +374,8 @@ def measure_writing(size: Size, root: pathlib.Path) -> dict[str, float]:
     return ratios | common.times(took, "ms", "cpu")
 
 
-def pass_through(way: str, folder: str, quick: bool) -> float:
-    """How much memory grows at most while blocks are written or read, to what may be in flight; in a process alone."""
+def pass_through(direction: str, folder: str, quick: bool) -> float:
+    """The maximum growth of memory while blocks pass through, divided by `max_in_flight`. Needs a new process."""
     size = measure.size(quick)
     spec = spec_of_bytes(size, size.piece, size.piece * size.block_size)
     pools = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), kvjax.init_pools(spec))
@@ -372,8 +383,8 @@ def pass_through(way: str, folder: str, quick: bool) -> float:
     options: Any = {"model": MODEL, "names": kvjax.Namespaces(), "max_bytes": 1 << 40}
     with DiskStore(folder, spec, **options, max_in_flight=size.max_in_flight) as store:
         blocks = store.blocks(tokens)
-        if way == "write":
-            store.write(pools, 0, other := store.blocks(tokens[::-1])[: size.piece], list(range(len(other))))
+        if direction == "write":
+            store.write(pools, 0, unrelated := store.blocks(tokens[::-1])[: size.piece], list(range(len(unrelated))))
             store.flush()  # programs are compiled
             run = functools.partial(write_all, store, pools, blocks, size.piece)
         else:
@@ -386,37 +397,42 @@ def pass_through(way: str, folder: str, quick: bool) -> float:
 
 
 def write_all(store: DiskStore, pools: Any, blocks: list[Any], piece: int) -> None:
-    """Writes blocks a piece at a time, as soon as one more may be in flight."""
-    size, submitted, before = store.values.sizes[0], 0, store.counters["written"]
+    """Writes blocks in pieces, each as soon as it fits into `max_in_flight`."""
+    size = store.values.sizes[0]
+    submitted = 0
+    before = store.counters["written"]
     for first in range(0, len(blocks), piece):
-        some = blocks[first : first + piece]
-        while (submitted + len(some) - (store.counters["written"] - before)) * size > store.max_in_flight:
+        chunk = blocks[first : first + piece]
+        while (submitted + len(chunk) - (store.counters["written"] - before)) * size > store.max_in_flight:
             time.sleep(1e-4)
-        store.write(pools, 0, some, list(range(len(some))))
-        submitted += len(some)
+        store.write(pools, 0, chunk, list(range(len(chunk))))
+        submitted += len(chunk)
     store.flush()
     written = store.counters["written"] - before
     common.require(written == len(blocks), f"{written} blocks were written, not {len(blocks)}")
 
 
 def read_all(store: DiskStore, blocks: list[Any], wanted: np.ndarray, piece: int) -> None:
-    """Reads blocks, as many at a time as may be in flight, and compares their bytes."""
-    most = store.max_in_flight // store.values.sizes[0]
-    for first in range(0, len(blocks), most):
-        futures = [store.read(block, 0) for block in blocks[first : first + most]]
+    """Reads as many blocks as `max_in_flight` allows at a time, and compares their bytes."""
+    max_blocks = store.max_in_flight // store.values.sizes[0]
+    for first in range(0, len(blocks), max_blocks):
+        futures = [store.read(block, 0) for block in blocks[first : first + max_blocks]]
         concurrent.futures.wait(futures)
-        for at, future in enumerate(futures, first):
+        for index, future in enumerate(futures, first):
             (words,) = future.result()
-            common.require(np.array_equal(words, wanted[at % piece].view(words.dtype)), "other bytes than were written")
+            same = np.array_equal(words, wanted[index % piece].view(words.dtype))
+            common.require(same, "other bytes than were written")
 
 
 @contextlib.contextmanager
 def growth() -> Iterator[list[int]]:
-    """Samples resident memory; yields a list that gets the bytes by which it has grown."""
+    """Samples resident memory. Yields a list, which gets the growth in bytes."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)  # what compilation has freed
-    start, grown, stop = common.resident(), [0], threading.Event()
+    start = common.resident()
+    grown = [0]
+    stop = threading.Event()
 
     def sample() -> None:
         while not stop.wait(1e-3):
@@ -447,12 +463,15 @@ SIZES = {
 def measure(size):
     yield measure_verbs(size)
     with tempfile.TemporaryDirectory(dir=size.folder) as folder:
-        given, root = Bytes(size), pathlib.Path(folder)
+        given = Bytes(size)
+        root = pathlib.Path(folder)
         yield measure_device(given)
         yield measure_disk(given, root)
         yield measure_restart(size, root)
         yield measure_writing(size, root)
         # Each way in a process of its own, in whose memory nothing else has left holes.
         memory = str(root / "memory")
-        grown = {way: common.apart("stores", "pass_through", way, memory, size.quick) for way in ("write", "read")}
-    yield {"rss_of_in_flight": max(grown.values())} | {f"rss_of_{way}": value for way, value in grown.items()}
+        growths = {}
+        for direction in ("write", "read"):
+            growths[f"rss_of_{direction}"] = common.apart("stores", "pass_through", direction, memory, size.quick)
+    yield {"rss_of_in_flight": max(growths.values()), **growths}

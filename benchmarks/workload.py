@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch of prompts about a few documents that benchmarks of serving answer, and the ways to run it.
+"""The batch of the serving benchmarks, prompts about a few documents, and ways to run it.
 
-All prompts about a document come one after the other, so that those that could share it want to run together. Clients
-of a server run in a process of their own, whose standard input has a job a line: {"port", "prompts", "new_tokens",
-"open", "streams"}. They have so many prompts at a time answered greedily, and print the texts of the answers.
+Prompts about the same document follow each other, so requests which can share it want to run together. Clients of a
+server run in a separate process, which reads a job from each line of its standard input: {"port", "prompts",
+"new_tokens", "open", "streams"}. They have up to "open" prompts answered greedily at a time, and print the texts of the
+answers.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def load_recall() -> Any:
 
 
 def questions(size: Size) -> list[list[int]]:
-    """The prompts: a document and a question, whose answer is in it."""
-    rng, prompts = np.random.default_rng(0), []
+    """The prompts: a document, and a question about it."""
+    rng = np.random.default_rng(0)
+    prompts = []
     for _ in range(size.documents):
         document = recall.make_document(rng, size.facts)
         people = rng.permutation(list(document.facts))[: size.questions]
@@ -63,7 +65,7 @@ def questions(size: Size) -> list[list[int]]:
 
 
 def spec_of(model: Any, size: Size) -> kvjax.CacheSpec:
-    """The cache of the batch; a row holds a prompt and its answer, in whole blocks."""
+    """The cache of the batch. A row holds a prompt and its answer, in whole blocks."""
     tokens = size.facts * recall.FACT_TOKENS + recall.QUESTION_TOKENS + max(size.new_tokens, size.longest)
     return caches.spec_of(model, size.rows, -(-tokens // BLOCK) * BLOCK, size.num_blocks, BLOCK)
 
@@ -73,7 +75,7 @@ def make_cache(model: Any, size: Size) -> Cache:
 
 
 def run_batch(model: Any, size: Size, prompts: Sequence[Sequence[int]], cache: Cache) -> list[list[int]]:
-    """The tokens of each prompt, by the public function."""
+    """The tokens of each answer, by the public function."""
     requests = kvjax.serving.make_requests(prompts, max_new_tokens=size.new_tokens)
     options = kvjax.serving.RunOptions(scheduler=size.scheduler, log_events=False)
     outputs, _, _ = kvjax.run_batch(model, cache, requests, options)
@@ -86,10 +88,12 @@ _submit = jax.jit(submit, static_argnames="scheduler", donate_argnums=0)
 def submitted(
     model: Any, size: Size, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> tuple[Serving, EventLog]:
-    """All prompts as requests that wait, and a log that holds the events of all of them."""
-    spec, scheduler = spec_of(model, size), size.scheduler
+    """All prompts as waiting requests, and a log with space for all their events."""
+    spec = spec_of(model, size)
+    scheduler = size.scheduler
     serving = init_serving(Cache.create(spec), [spec.max_length] * len(prompts), greedy=True)
-    line, counts = np.concatenate(prompts).astype(np.int32), np.array([len(prompt) for prompt in prompts], np.int32)
+    line = np.concatenate(prompts).astype(np.int32)
+    counts = np.array([len(prompt) for prompt in prompts], np.int32)
     serving, status, *_ = _submit(serving, line, counts, np.array(lengths, np.int32), scheduler=scheduler)
     common.require(not np.any(status), "a prompt was refused")
     blocks = len(prompts) * spec.max_blocks_per_seq
@@ -98,14 +102,14 @@ def submitted(
 
 @functools.cache
 def one_program(scheduler: Scheduler) -> Callable[..., Any]:
-    """(model, serving, log) -> (serving, log); all steps."""
+    """(model, serving, log) -> (serving, log), with all steps."""
     loop = functools.partial(serve, scheduler=scheduler, steps=NEVER)
     return jax.jit(loop, donate_argnums=(1, 2), compiler_options=kvjax.serving.compiler_options())
 
 
 @functools.cache
 def _one_step(scheduler: Scheduler) -> Callable[..., Any]:
-    """(model, serving, log) -> (serving, log, what was done, whether there is more to do)."""
+    """(model, serving, log) -> (serving, log, work of the step, whether there is more to do)."""
 
     def step(model, serving, log):
         serving, log, served = serve_step(model, serving, log, scheduler=scheduler)
@@ -115,12 +119,14 @@ def _one_step(scheduler: Scheduler) -> Callable[..., Any]:
 
 
 def from_python(scheduler: Scheduler, model: Any, serving: Serving, log: EventLog) -> tuple[Serving, list[Any]]:
-    """Steps that Python calls, as a scheduler on the host does: it reads what a step chose while the next one runs.
+    """Calls steps from Python, as a scheduler on the host does. It reads a step's tokens while the next step runs.
 
     Returns:
-      The requests, and what each step did.
+      The requests, and the work of each step.
     """
-    step, steps, flags = _one_step(scheduler), [], []
+    step = _one_step(scheduler)
+    steps = []
+    flags = []
     while True:
         serving, log, served, busy = step(model, serving, log)
         steps.append(served)
@@ -146,8 +152,9 @@ def oracle_options(scheduler: Scheduler) -> oracle.Options:
 
 
 def margin(model: Any, size: Size, tokens: Sequence[int]) -> float:
-    """By how much the most probable token behind these is ahead of the second one, as a log-probability."""
-    cache, line = make_cache(model, size), np.array([tokens], np.int32)
+    """The log-probability of the likeliest next token after these tokens, less the second likeliest's."""
+    cache = make_cache(model, size)
+    line = np.array([tokens], np.int32)
     cache, _ = cache.admit(np.zeros(1, np.int32), line, np.array([len(tokens)], np.int32))
     _, logits, _ = kvjax.step(model, cache, line, np.array([len(tokens)], np.int32), np.zeros(1, np.int32))
     second, first = np.sort(np.asarray(logits[0]))[-2:]
@@ -155,19 +162,19 @@ def margin(model: Any, size: Size, tokens: Sequence[int]) -> float:
 
 
 def require_same(model: Any, size: Size, prompts: Sequence[list[int]], outputs: dict[str, list[list[int]]]) -> None:
-    """Ends the benchmark if ways to run a batch chose different tokens, but where two tokens were as good as equal."""
+    """Ends the benchmark if programs chose different tokens, unless two tokens were equally likely within `TIE`."""
     (first, ours), *others = outputs.items()
-    for other, theirs in others:
-        for number, (own, tokens) in enumerate(zip(ours, theirs, strict=True)):
-            same = [a == b for a, b in zip(own, tokens, strict=True)]
+    for name, answers in others:
+        for prompt_index, (expected, tokens) in enumerate(zip(ours, answers, strict=True)):
+            same = [a == b for a, b in zip(expected, tokens, strict=True)]
             if not all(same):
-                ahead = margin(model, size, [*prompts[number], *own[: same.index(False)]])
-                otherwise = f"{first} and {other} chose different tokens for prompt {number}, {ahead:.1e} apart"
+                ahead = margin(model, size, [*prompts[prompt_index], *expected[: same.index(False)]])
+                otherwise = f"{first} and {name} chose different tokens for prompt {prompt_index}, {ahead:.1e} apart"
                 common.require(ahead < TIE, otherwise)
 
 
 class Clients:
-    """Clients of a server, in a process of their own."""
+    """Clients of a server, in a separate process."""
 
     def __init__(self):
         command = [sys.executable, "-c", "from benchmarks import workload; workload.be_clients()"]
@@ -190,10 +197,12 @@ class Clients:
 
 
 def be_clients() -> None:
-    """Does the jobs of standard input."""
+    """Does the jobs from standard input."""
     for line in sys.stdin:
         job = json.loads(line)
-        texts, waiting, threads = [""] * len(job["prompts"]), iter(enumerate(job["prompts"])), job["open"]
+        texts = [""] * len(job["prompts"])
+        waiting = iter(enumerate(job["prompts"]))
+        threads = job["open"]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             for client in [pool.submit(_be_client, job, waiting, texts) for _ in range(threads)]:
                 client.result()
@@ -201,10 +210,10 @@ def be_clients() -> None:
 
 
 def _be_client(job: dict[str, Any], waiting: Iterator[tuple[int, Any]], texts: list[str]) -> None:
-    """Has prompts answered one after the other, by one connection, until none is left."""
+    """Has prompts answered through a connection, one after the other, until none is left."""
     connection = http.client.HTTPConnection("127.0.0.1", job["port"])
     fields = {"model": "recall", "temperature": 0, "ignore_eos": True, "max_tokens": job["new_tokens"]}
-    for number, prompt in waiting:
+    for prompt_index, prompt in waiting:
         body = json.dumps({**fields, "prompt": prompt, "stream": job["streams"]})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         response = connection.getresponse()
@@ -212,5 +221,5 @@ def _be_client(job: dict[str, Any], waiting: Iterator[tuple[int, Any]], texts: l
             answers = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
         else:
             answers = [json.load(response)]
-        texts[number] = "".join(answer["choices"][0]["text"] for answer in answers)
+        texts[prompt_index] = "".join(answer["choices"][0]["text"] for answer in answers)
     connection.close()

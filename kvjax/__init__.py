@@ -28,6 +28,7 @@ from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.init import init
 from kvjax.verbs.release import release
+from kvjax.verbs.thin import thin
 from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
@@ -36,8 +37,8 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # states and specs
     "LayerSpec", "CacheSpec", "make_spec", "plan", "Cache", "CacheState", "Namespaces",
     # verbs
-    "init", "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "pin", "unpin",
-    "evict", "forget_namespaces", "reset",
+    "init", "admit", "lookup", "extend", "commit", "fork", "truncate", "thin", "trim", "release", "beam_step", "pin",
+    "unpin", "evict", "forget_namespaces", "reset",
     # bytes
     "init_pools", "write", "rope_write", "apply", "attend", "recur", "view", "ragged", "rest",
     # events

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and scatters ignoring NO_BLOCK (the only file that knows index modes), and the base class of pytrees."""
+"""Gathers and scatters that skip NO_BLOCK, and the base class of pytrees. No other file uses jax's index modes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jax.core import Tracer
 import pallas_kernels
 from pallas_kernels.loops import while_loop
 
-# A list of up to this many entries costs a kernel no more than a shorter list. At 64 the sums before each entry take as
-# long by a single kernel as by a cumulative sum.
+# A kernel handles a list of up to this many entries as fast as a shorter list. At 64 entries, the prefix sums take as
+# long in a single kernel as in a cumulative sum.
 FEW = 32
 # The largest array that a single pass may write: its elements, and its entries along the first axis.
 _SMALL = 4096
@@ -28,8 +28,8 @@ _ENTRIES = 1024
 def pick[T](x: T, index: Any) -> T:
     """x[index] of an array, or of each array of a tree.
 
-    `index` is i32[...], or a tuple of such arrays for the leading axes. An index out of range reads some element, so
-    mask the result.
+    `index` is i32[...], or a tuple of such arrays for the leading axes. An index out of range reads an arbitrary
+    element, so mask the result.
     """
     if not isinstance(index, tuple) and np.ndim(index) == 0 and not pallas_kernels.lowers_for("cuda"):
         return jax.tree.map(lambda a: _row(jnp.asarray(a), index), x)
@@ -39,8 +39,8 @@ def pick[T](x: T, index: Any) -> T:
 def _row(x: jax.Array, index: Any) -> jax.Array:
     """x[index] for an index i32[], as a gather.
 
-    jax's own `dynamic_slice` might share a fusion with a dynamic slice of XLA's. On a CPU jaxlib 0.12 gives their two
-    functions the same name, and the function then calls itself until the stack overflows.
+    jax's own `dynamic_slice` might end up in the same fusion as a dynamic slice made by XLA. On a CPU, jaxlib 0.12
+    gives both functions the same name, and the function then calls itself until the stack overflows.
     """
     dimensions = lax.GatherDimensionNumbers(tuple(range(x.ndim - 1)), (0,), (0,))
     return lax.gather(x, jnp.reshape(index, 1), dimensions, (1, *x.shape[1:]), mode=lax.GatherScatterMode.CLIP)
@@ -52,9 +52,10 @@ def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -
     Args:
       x: the array to write into, or a tree of arrays.
       index: i32[K], or a tuple of them for the leading axes.
-      values: a scalar or an array [K, ...] to write, for a tree, one of these for each array.
+      values: a scalar or an array [K, ...] to write. For a tree, a tree of these.
       where: bool[K]; entries to write, all of them in range.
-      unique: whether all written entries have different indices. If False, a single entry is written for each index.
+      unique: whether all written entries have different indices. If False, an arbitrary entry wins where indices
+        repeat.
     """
 
     def write(array: jax.Array, value: Any) -> jax.Array:
@@ -75,13 +76,13 @@ def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
 
 
 def either[T](where: jax.Array, new: T, old: T) -> T:
-    """Tree `new` if where bool[] holds, else `old`. A shared array costs nothing."""
+    """Selects tree `new` if where bool[] holds, else `old`. A shared array is not copied."""
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
 
 
 @jax.custom_batching.custom_vmap
 def in_any(where: jax.Array) -> jax.Array:
-    """bool[...]; `where` itself. Under `vmap`, whether it holds in any of the caches, the same for all of them."""
+    """bool[...]; `where`. Under `vmap`, whether it holds in any of the caches, the same answer for all of them."""
     return where
 
 
@@ -94,9 +95,9 @@ def _in_any_of_a_batch(axis_size: int, in_batched: list[bool], where: jax.Array)
 def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -> T:
     """`while_loop` for a carry with an array of the pool's size.
 
-    Under `vmap` the loop continues while any of the caches continues. With a condition for each cache, jax would select
-    between the old and the new carry in each step: a copy of N elements. So `step` must change nothing important where
-    `going` does not hold.
+    Under `vmap` the loop runs until all caches are done. With a condition for each cache, jax would select between the
+    old and the new carry in each step, which copies N elements. So `step` also runs for caches where `going` no longer
+    holds, and must not change them in a way that matters.
     """
     return while_loop(lambda carry: in_any(going(carry)), step, start)
 
@@ -104,10 +105,10 @@ def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -
 def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int = 0) -> tuple[jax.Array, jax.Array]:
     """Finds the last occurrence of each of ids i32[K], where bool[K]. An id may occur several times.
 
-    Each occurrence writes its own negative number into the counts i32[B], not negative so far, by minimum: the last
-    occurrence writes the smallest number, and reads itself back. `below`, static, keeps clear of the marks of calls
-    between this call and the overwriting. Returns the counts with marks, -1 - below - k of entry k, which the caller
-    overwrites, and bool[K], the last entry of each id.
+    Each occurrence writes a mark, its own negative number, into the counts i32[B], which were not negative before. The
+    scatter takes the minimum, so the last occurrence writes the smallest number and reads its own number back. `below`,
+    static, keeps these marks apart from the marks of other calls until they are overwritten. Returns the counts with
+    marks (-1 - below - k for entry k), which the caller must overwrite, and bool[K], the last entry of each id.
     """
     mark = -1 - below - np.arange(ids.shape[0], dtype=np.int32)
     marked = counts.at[jnp.where(where, ids, counts.shape[0])].min(mark, mode="drop")
@@ -115,7 +116,7 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int
 
 
 def rank(where: jax.Array) -> jax.Array:
-    """i32[K]; for each entry, the number of entries before it that hold."""
+    """i32[K]; for each entry, the number of true entries before it."""
     return sum_before(where.astype(jnp.int32))
 
 
@@ -130,10 +131,10 @@ def sum_before(x: jax.Array) -> jax.Array:
 
 
 def ranked(where: jax.Array, *, small: bool = False) -> tuple[jax.Array, jax.Array]:
-    """i32[K], for each entry, the number of entries before it that hold. Also returns their total number, i32[].
+    """i32[K]; for each entry, the number of true entries before it. Also returns i32[], the number of all of them.
 
-    On a CPU the last rank gives the total: a sum is a fusion more, or two. In a long list a sum is faster, and is used
-    unless a `small` program, static, matters more.
+    On a CPU the last rank gives the total, because a sum would add a fusion or two. In a long list a sum is faster, and
+    is used unless `small`, static, asks for a small program.
     """
     before = rank(where)
     if not where.size or (where.size > FEW and not small) or pallas_kernels.lowers_for("cuda"):
@@ -144,8 +145,9 @@ def ranked(where: jax.Array, *, small: bool = False) -> tuple[jax.Array, jax.Arr
 def _numbers(size: int, first: int = 0) -> Any:
     """i32[size]; first, first + 1, ...
 
-    For a CPU the numbers of a short list are a constant: computed, they would be a fusion for each `first`, and part of
-    many others. For a GPU they are computed where they are used: it would copy a constant in each turn of a loop.
+    On a CPU the numbers of a short list are a constant: if XLA computed them, they would be a fusion for each `first`,
+    and a part of many other fusions. On a GPU they are computed where they are used, because a loop would copy a
+    constant in each turn.
     """
     if size > _ENTRIES or pallas_kernels.lowers_for("cuda"):
         return first + jnp.arange(size, dtype=jnp.int32)
@@ -153,13 +155,13 @@ def _numbers(size: int, first: int = 0) -> Any:
 
 
 def leading(where: jax.Array) -> jax.Array:
-    """i32[...]; the number of leading entries of bool[..., K] that hold."""
+    """i32[...]; the number of leading true entries of bool[..., K]."""
     size = where.shape[-1]
     return jnp.min(jnp.where(where, size, np.arange(size, dtype=np.int32)), axis=-1, initial=size)
 
 
 def count(where: jax.Array) -> jax.Array:
-    """i32[]; the number of entries that hold."""
+    """i32[]; the number of true entries."""
     return jnp.sum(where, dtype=jnp.int32)
 
 
@@ -171,7 +173,7 @@ def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def padded(x: jax.Array) -> jax.Array:
-    """For a CPU, pads an array with zeros to FEW entries, if it has fewer: equal shapes are compiled once."""
+    """On a CPU, pads an array with zeros to FEW entries if it has fewer, since equal shapes are compiled only once."""
     if x.shape[0] >= FEW or pallas_kernels.lowers_for("cuda"):
         return x
     return jnp.pad(x, [(0, FEW - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
@@ -187,20 +189,20 @@ def repeated(ids: jax.Array) -> jax.Array:
 
 
 def is_among(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """bool[size]; whether each number is among ids i32[K], where bool[K]. An id may occur several times."""
+    """bool[size]; whether each number is among ids i32[K] with where bool[K]. An id may occur several times."""
     return put(jnp.zeros((size,), jnp.bool_), ids, True, where, unique=False)
 
 
 def fence(tree, *reads):
-    """Returns its arguments, with `reads` done before anything is written into the arrays of `tree`.
+    """Returns its arguments, and makes XLA finish `reads` before it writes into the arrays of `tree`.
 
-    Without it XLA may keep an array's old contents for a late reader: a copy of N elements on every step.
+    Without a fence XLA may keep an array's old contents for a later reader, which copies N elements in every step.
     """
     return lax.optimization_barrier((tree, *reads))
 
 
 def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
-    """do(carry) where bool[] holds, else `carry`; a loop of at most one turn, since XLA copies pools at a branch."""
+    """do(carry) if where bool[] holds, else `carry`: a loop of at most one turn, since XLA copies pools at a branch."""
     return while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
 
 
@@ -210,7 +212,7 @@ def runs(first: jax.Array, width: int) -> jax.Array:
 
 
 def _is_lone(x: jax.Array, where: jax.Array) -> bool:
-    """Whether a single entry is written into a small array: a select is one kernel, a scatter three.
+    """Whether a single entry is written into a small array. A select then takes one kernel, a scatter three.
 
     With 2,048 entries a select is slower than a scatter when caches are vmapped, by a fifth of an admission.
     """
@@ -218,7 +220,7 @@ def _is_lone(x: jax.Array, where: jax.Array) -> bool:
 
 
 def _at(x: jax.Array, index: Any, where: jax.Array) -> jax.Array:
-    """bool, broadcasts to the shape of x. The elements at a single entry's index, if where (a single element)."""
+    """bool, broadcasts to the shape of x; true at the index of the single entry, if its `where` holds."""
     index = index if isinstance(index, tuple) else (index,)
     matches = jnp.reshape(where, [1] * x.ndim)
     for axis, position in enumerate(index):

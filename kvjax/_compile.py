@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from kvjax._files import check_owned, make_folder
 
 VARIABLE = "KVJAX_COMMAND_BUFFERS"
-# XLA's usual kinds of command, and loops and branches.
+# XLA's default kinds of command, together with loops and branches.
 COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL"
 NOTICE_SECONDS = 2.0
 _COMPILING = (
@@ -69,15 +69,15 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
     """Options for the outermost `jax.jit` of a loop, which let an NVIDIA GPU run it without waiting for the host.
 
     XLA then records loops and branches in command buffers (CUDA graphs). Otherwise the device waits for the host at
-    every turn of a loop of unknown length. Pass the options to your own outermost jit alone:
+    every turn of a loop of unknown length. Pass the options only to your outermost jit:
     `jax.jit(loop, compiler_options=kvjax.serving.compiler_options())`. jax refuses options of a jit inside another.
 
     Args:
       platform: the platform to compile for, such as "cuda". None means the platform of jax's default device.
 
     Returns:
-      The options, none for other platforms. If the environment variable KVJAX_COMMAND_BUFFERS is 0, nothing is
-      recorded.
+      The options, empty for other platforms. If the environment variable KVJAX_COMMAND_BUFFERS is 0, the options record
+      nothing.
     """
     if platform is None:
         device = jax.devices()[0]
@@ -85,8 +85,8 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
         platform = "cuda" if device.platform == "gpu" and "cuda" in version.lower() else device.platform
     if platform != "cuda":
         return {}
-    # XLA counts a pool that is updated in place more than once. If the pools filled the memory, it would believe that
-    # memory is short, and compute products again rather than store them.
+    # XLA counts a pool that is updated in place more than once. If the pools fill the memory, XLA concludes that memory
+    # is short, and computes products again rather than store them.
     options = {"xla_disable_hlo_passes": "rematerialization"}
     if os.environ.get(VARIABLE) == "0":
         return options
@@ -105,8 +105,8 @@ _GUARDS = {
 def own_transfers() -> Iterator[None]:
     """Marks the library's own transfers as explicit, so `jax.transfer_guard("disallow")` lets them pass.
 
-    No `jax.device_put` could do this: an eager operation of jax moves each Python number in it, as `jnp.zeros` moves
-    its 0. Like `jax.device_put`, the transfers are forbidden under "disallow_explicit".
+    A `jax.device_put` could not replace this: each eager operation of jax moves the Python numbers in it, as
+    `jnp.zeros` moves its 0. Like `jax.device_put`, these transfers are forbidden under "disallow_explicit".
     """
     with contextlib.ExitStack() as stack:
         for name, guard in _GUARDS.items():
@@ -142,7 +142,7 @@ _notice = _Notice()
 class OutermostJit:
     """`jax.jit` with `compiler_options()`, for programs never called inside another.
 
-    A call compiling for longer than two seconds logs this to `kvjax`, at level INFO.
+    If a call compiles for longer than two seconds, it logs a line to the logger `kvjax` at level INFO.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):

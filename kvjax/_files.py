@@ -58,7 +58,7 @@ class LineFile:
 
 
 def protect(path: pathlib.Path) -> None:
-    """Removes all other users' access to a file or a folder, if it exists."""
+    """Removes the access of all other users to a file or a folder, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         path.chmod(_FOLDER if path.is_dir() else _FILE)
 
@@ -88,7 +88,7 @@ def check_owned(name: str, folder: pathlib.Path) -> None:
     status = folder.stat()
     wanted = "wanted a folder to which its user alone may write"
     if not stat.S_ISDIR(status.st_mode):
-        raise ValueError(f"{name}: got {os.fspath(folder)!r}, which is no folder, {wanted}")
+        raise ValueError(f"{name}: got {os.fspath(folder)!r}, which is not a folder, {wanted}")
     if status.st_uid != os.geteuid():
         raise ValueError(f"{name}: got {os.fspath(folder)!r}, which belongs to user {status.st_uid}, {wanted}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -94,7 +94,7 @@ def as_number(value: float, _: object = None) -> str:
 
 
 def round_ticks(ax: Axes, *marked: float) -> None:
-    """Puts numbers on a logarithmic x axis: the marked numbers, and round numbers where there is space."""
+    """Labels a logarithmic x axis with the marked numbers, and with round numbers where there is space."""
     from matplotlib.ticker import NullFormatter
 
     low, high = ax.get_xlim()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state together with its K/V. The verbs are methods that also execute their copies."""
+"""A state together with its K/V. Its methods are the verbs, and they also make the copies of K/V."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.free_rows import free_rows
 from kvjax.verbs.init import init
 from kvjax.verbs.release import release
+from kvjax.verbs.thin import thin
 from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
@@ -53,7 +54,7 @@ def _method[**P, C: AnyCache](
 def reader[**P, R](
     verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
 ) -> Callable[Concatenate[Any, P], R]:
-    """Turns a question about a state into a method of a cache. `called` is the same function, jitted."""
+    """Turns a function that reads a state into a method of a cache. `called` is the same function, jitted."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> R:
         check_alive(self.state)
@@ -109,6 +110,7 @@ class AnyCache(MadeByCreate):
     commit = _method(commit)
     fork = _method(fork)
     truncate = _method(truncate)
+    thin = _method(thin)
     trim = _method(trim)
     release = _method(release)
     beam_step = _method(beam_step)
@@ -177,7 +179,7 @@ class AnyCache(MadeByCreate):
 
 
 class Cache(AnyCache, Pytree):
-    """A cache's state and the pools of its K/V: a value like each of them, with the verbs as methods.
+    """A cache's state and the pools of its K/V as a single pytree, with the verbs as methods.
 
     Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. You cannot go back to a copy of the state from
     before such a step, because its pools are gone: `fork` the rows first if you want to return to them.

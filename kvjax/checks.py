@@ -24,9 +24,9 @@ from kvjax.state import CacheState
 
 
 def on_state[F: Callable[..., Any]](verb: F) -> F:
-    """Makes a function of a state raise a ValueError for anything else, such as the `Cache` around a state.
+    """Makes a function of a state raise a ValueError for any other argument, such as the `Cache` around a state.
 
-    It also refuses a donated state, except in a jitted call of your own, which has read its arguments before.
+    It also refuses a donated state, except inside your own jitted call, because jax has read the arguments before.
     """
     is_verb = verb.__module__.startswith("kvjax.verbs.")
 
@@ -100,7 +100,7 @@ def _is_traced(*arguments: Any) -> bool:
 
 
 def array_of(name: str, value: Any, wanted: str) -> jax.Array:
-    """Returns `value` as an array, or raises a ValueError with its name for text, ragged lists and the like."""
+    """Returns `value` as an array, or raises a ValueError with its name for text, ragged lists and so on."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -110,7 +110,7 @@ def array_of(name: str, value: Any, wanted: str) -> jax.Array:
 def check_32_bits(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Raises a ValueError if an argument has integers beyond 32 bits, for host code calling a jitted `verb`.
 
-    jax would cut them before `integers` sees them: image 2**40 + 5 would become image 5.
+    jax would drop their upper bits before `integers` sees them: image 2**40 + 5 would become image 5.
     """
     arguments = _signature(verb).bind(*args, **kwargs).arguments
     for name, value in arguments.items():
@@ -246,7 +246,7 @@ def row_mask(name: str, value: Any, rows: int) -> jax.Array:
 
 
 def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
-    """The static options of a verb, numbers and tiers, which are given by keyword."""
+    """The static options of a verb: numbers and tiers, which callers pass by keyword."""
     options = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
 

@@ -118,8 +118,9 @@ class Ledger:
 def blocks_per_seq(spec: CacheSpec, group: GroupSpec) -> int:
     """The largest number of a group's blocks that a sequence of `max_length` holds, growing by at most P tokens a step.
 
-    A row prefilled in longer chunks holds more blocks in a window group, even its whole prompt for a single
-    chunk. For recurrent layers the number counts a snapshot for each block ended by a step, and the first snapshot.
+    A row that computes its prompt in longer chunks holds more blocks in a window group: if there is a single chunk, the
+    whole prompt. For recurrent layers the number counts the first snapshot, and a snapshot for each block completed by
+    a step.
     """
     return group.max_blocks(spec.max_blocks_per_seq, spec.block_size, step=spec.block_size)
 

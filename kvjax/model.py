@@ -37,7 +37,7 @@ class Model(Protocol):
         """Returns the logits, and the pools with these tokens' K/V.
 
         Args:
-          tokens: i32[R, C], or i32[1, T] with a flat view, ragged or mixed. All ids are in 0..V-1, padding too.
+          tokens: i32[R, C], or i32[1, T] with a flat view, ragged or mixed. All ids, including padding, are in 0..V-1.
           pools: the K/V written so far.
           view: the positions of these tokens, and the tokens that they see.
           last: i32[R]; the position in 0..C-1 of each row whose logits to return. With a flat view i32[n], any n
@@ -88,7 +88,7 @@ def _placed(tree: Any) -> Iterator[tuple[str, Any]]:
 def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
     """Runs `call`, traced once for all programs of the process calling an equal model with equal shapes.
 
-    A model other than a pytree of arrays, such as a function with weights in your own program, is traced each time.
+    Any other model, such as a function with weights in your own program, is traced each time.
 
     Raises:
       ValueError: if `call` raises it, or the call changes the model, since a loop would lose the change.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of host code about a cache shared by several processes: equal in all of them.
+"""Makes the host code of several processes with a common cache decide alike.
 
 Each process runs the same program on its own devices, with the same arguments. jax does not check that the numbers of
 all processes are equal, and would keep different states. So the processes have to agree first on anything that only

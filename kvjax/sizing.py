@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes a cache: from a model's layers and a number of bytes to a fitting cache, with a ledger of the bytes."""
+"""Sizes a cache: finds the number of blocks for a model's layers and a budget, with a ledger of the bytes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plan(
       layers: an entry per layer that remembers earlier tokens, in the model's order.
       max_seqs: S, sequences held at once.
       max_length: the largest number of tokens of a sequence, which sizes the block tables. If the budget is too small
-        for such a sequence, the plan is made all the same and the ledger says so.
+        for such a sequence, `plan` still returns a plan, and its ledger has a note.
       budget_bytes: bytes to spend on the device. Give this or `device_fraction`.
       device_fraction: the share of the device's memory to spend, above 0 and at most 1. On a GPU jax may allocate three
         quarters of the memory unless you set `XLA_PYTHON_CLIENT_MEM_FRACTION`, and the share is of this part.
@@ -77,8 +77,8 @@ def plan(
         that `num_host_blocks` describes. The metadata of host blocks is on the device.
       shares: the division of both budgets among the windows. "equal" gives each window the same bytes. "bytes" divides
         in proportion to the bytes kept by a window for a sequence of `max_length`. A mapping {window: weight}, with
-        None for full attention and "recurrent" for recurrent layers, divides by the weights. A larger share means more
-        rows or more cached blocks. A window keeps the same part of a sequence whatever its share.
+        None for full attention and "recurrent" for recurrent layers, divides by the weights. A window with a larger
+        share holds more rows or more cached blocks. It keeps the same part of each sequence.
       model_bytes: bytes of the budget for the model's parameters.
       device: the `jax.Device` of `device_fraction`. None means the first local device.
       policy: the eviction policy of the state, which costs metadata of its own. Defaults to the policy of `init`.
@@ -173,7 +173,7 @@ def _divided(shape: tuple[int, ...], axis: int | None, shards: int) -> tuple[int
 
 
 def _prices(spec: CacheSpec, parts: int) -> tuple[list[_Key], list[int]]:
-    """Returns the keys sharing a budget, and the price of a block of each: its pool bytes, or 1 without pools."""
+    """Returns the keys that share a budget, and the price of a block of each: its pool bytes, or 1 without pools."""
     keys = list(dict.fromkeys(group.key for group in spec.groups[spec.bare :]))
     sizes = [(group.key, group.block_bytes(own_size(group, spec.block_size, parts))) for group in spec.groups]
     prices = [sum(size for group_key, size in sizes if group_key == key) for key in keys]
@@ -218,7 +218,7 @@ def _largest(
     total = sum(weights)
 
     def divide(spent: int) -> _Counts:
-        """Block counts for `spent` bytes of K/V. From one number to the next no count grows by more than 1."""
+        """Block counts for `spent` bytes of K/V. If `spent` grows by 1, no count grows by more than 1."""
         return tuple(
             max(count, spent * weight // (total * price))
             for count, price, weight in zip(fewest, prices, weights, strict=True)
@@ -248,7 +248,7 @@ def _most_blocks(spec: CacheSpec, key: _Key) -> int:
 def _host_blocks(
     budget: Any, spec: CacheSpec, keys: Sequence[_Key], prices: list[int], weights: list[int]
 ) -> dict[_Key, int]:
-    """Sizes the host blocks of each key by a budget of their own, which pays for nothing but their pools."""
+    """Sizes the host blocks of each key. Their budget is separate, and pays only for their pools."""
     budget = static_int("host_budget_bytes", budget, 0)
     if not any(group.pools for group in spec.groups):
         raise ValueError(

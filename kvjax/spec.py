@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvjax.layers import LAYOUTS, QUANTISED, kv_dtype, set_ints, static_int
 from kvjax.layers import LayerSpec as LayerSpec
 from kvjax.layers import PoolSpec as PoolSpec
 from kvjax.layers import StateArray as StateArray
-from kvjax.layers import kv_dtype, set_ints, static_int
+from pallas_kernels import lowers_for
 
 __all__ = ["CacheSpec", "GroupSpec", "Kind", "LayerSpec", "PoolSpec", "StateArray", "make_spec"]
 
@@ -38,10 +39,10 @@ class GroupSpec:
     Attributes:
       num_blocks: N, device blocks.
       pools: a pool for each distinct shape of a block among the layers; empty for a cache without K/V.
-      window: attention window in tokens. None means full attention. Recurrent layers have 2: the next token needs the
-        block of the token before, which holds the state after it.
+      window: attention window in tokens. None means full attention. Recurrent layers have a window of 2, because the
+        next token needs the block of the previous token, which holds the state after it.
       num_host_blocks: H, blocks of the host tier.
-      sink_tokens: the number of first tokens of a sequence that stay whatever the window.
+      sink_tokens: the number of first tokens to keep even when the window has passed them.
       recurrent: whether the layers are recurrent.
 
     Example:
@@ -87,8 +88,8 @@ class GroupSpec:
     def max_blocks(self, num_blocks: Any, block_size: int, step: int) -> Any:
         """The largest number of blocks that a row with `num_blocks` columns, an int or i32[...], holds at once.
 
-        `step` is the largest number of tokens written at a time. In recurrent layers each block ended by a step is a
-        snapshot, and the step begins with a further snapshot.
+        `step` is the largest number of tokens written at a time. In recurrent layers a step needs the snapshot it
+        starts from, and writes a snapshot for each completed block.
         """
         if self.window is None:
             return num_blocks
@@ -119,10 +120,12 @@ class CacheSpec:
       block_size: P, token positions per block.
       max_seqs: S, rows of the block table.
       max_blocks_per_seq: M, the largest number of blocks of a row.
-      extra_ids: whether tokens carry an extra id (an image's identity) as well as the token id. On wires 0 is text.
+      extra_ids: whether tokens have an extra id, such as the id of an image, besides the token id. On wires 0 means
+        text.
       partial_reuse: whether reuse continues token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
+      thinning: whether `thin` may let go of blocks in the middle of rows.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=30, block_size=4)
@@ -138,6 +141,7 @@ class CacheSpec:
     partial_reuse: bool = True
     retention: bool = False
     offload_min_priority: int = 0
+    thinning: bool = False
 
     def __post_init__(self):
         set_ints(self, 1, "block_size", "max_seqs", "max_blocks_per_seq")
@@ -151,6 +155,8 @@ class CacheSpec:
             raise ValueError(
                 "partial_reuse: got True with recurrent layers, wanted False: their state inside a block is not kept"
             )
+        if self.thinning and len(self.groups) > 1 and not self.groups[0].pools:
+            raise ValueError("thinning: got True without a layer of full attention, wanted False: `thin` has no blocks")
         for group in self.groups:
             for pool in group.pools:
                 if bool(pool.arrays) != group.recurrent:
@@ -168,7 +174,7 @@ class CacheSpec:
         ]
 
     def least_blocks(self, group: GroupSpec) -> int:
-        """The blocks needed by a group for a row of any length, written a token at a time; 1 without a window."""
+        """The blocks that a group needs for a row of any length, written a token at a time; 1 without a window."""
         return 1 if group.window is None else group.max_blocks(self.max_blocks_per_seq, self.block_size, step=1)
 
     @property
@@ -216,7 +222,7 @@ class CacheSpec:
     def locate(self, layer: int | jax.Array) -> tuple[int, int, int]:
         """Finds a model's layer by its static number: (group, pool in the group, index in the pool).
 
-        A scan over the layers of a pool has their indices in an array: pass them to `write` and `attend` as `index=`.
+        A scan over the layers of a pool has a traced index: pass it to `write` and `attend` as `index=`.
 
         Example:
           >>> layers = [kvjax.LayerSpec(2, 16), kvjax.LayerSpec(2, 16, window=8)] * 3
@@ -252,6 +258,8 @@ def make_spec(
     partial_reuse: bool | None = None,
     retention: bool = False,
     offload_min_priority: int = 0,
+    thinning: bool = False,
+    layout: str | None = None,
 ) -> CacheSpec:
     """Describes a cache for a model's layers.
 
@@ -259,19 +267,24 @@ def make_spec(
       layers: an entry per layer that remembers earlier tokens, in the model's order. Empty for a cache without K/V.
       num_blocks: N, device blocks of each group, or {window: N} with None for full attention and "recurrent" for
         recurrent layers. A group with a window needs at least ceil((window - 1) / P) + 1 blocks, and the blocks of its
-        sinks, to let a row outgrow the window. While a chunk of a prompt is computed it needs more: see the ledger of
-        `plan`.
+        sinks, so a row can grow longer than the window. It needs more while a chunk of a prompt is computed: see the
+        ledger of `plan`.
       max_seqs: S, sequences held at once.
       max_length: the largest number of tokens of a sequence, rounded up to whole blocks.
       block_size: P, tokens per block.
       dtype: element type of the K/V bytes: bfloat16, float16, float32, or int8 and float8_e4m3fn with a scale for each
         token and head. On CPU XLA converts a whole float8_e4m3fn pool at every use, so use int8 there.
       num_host_blocks: H, blocks of the host tier, in the same form as `num_blocks`.
-      extra_ids: whether tokens carry extra ids. Outside readers of events (`kvjax.interop`) take 0 for text.
+      extra_ids: whether tokens have extra ids. Readers of events in other systems (`kvjax.interop`) take 0 for text.
       partial_reuse: whether to reuse part of a block by a copy. None enables it except with recurrent layers, where
         True is an error.
       retention: whether blocks have priorities and times to live.
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
+      thinning: whether `thin` may let go of blocks in the middle of rows. Each view then packs the blocks that its rows
+        still read.
+      layout: the order of a block's K/V in a pool: "heads", or "tokens", in which a TPU's attention kernel reads them.
+        Blocks outside of pools, such as those of a save, are the same for both. Latents, states and quantised K/V have
+        "heads" alone. None chooses "tokens" in a process with a TPU where it can, else "heads".
 
     Returns:
       The spec. Layers are grouped by window: full attention first, then windows from small to large, then recurrent
@@ -293,7 +306,9 @@ def make_spec(
     max_length = static_int("max_length", max_length, 1)
     max_seqs = static_int("max_seqs", max_seqs, 1)
     max_blocks = -(-max_length // block_size)
-    groups = _groups(layers, kv_dtype(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
+    dtype = kv_dtype(dtype)
+    layout = _layout(layout, dtype)
+    groups = _groups(layers, dtype, layout, num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
     if partial_reuse is None:
         partial_reuse = not any(group.recurrent for group in groups)
     spec = CacheSpec(
@@ -305,6 +320,7 @@ def make_spec(
         partial_reuse,
         retention,
         offload_min_priority,
+        thinning,
     )
     for group in spec.groups:
         if group.num_blocks < (min_blocks := spec.least_blocks(group)):
@@ -321,6 +337,7 @@ _Key = tuple[bool, int | None, int]  # of a group: whether it is recurrent, its 
 def _groups(
     layers: Sequence[LayerSpec],
     dtype: str,
+    layout: str,
     num_blocks: int | Mapping[int | str | None, int],
     num_host_blocks: int | Mapping[int | str | None, int],
     max_held: int,
@@ -329,7 +346,7 @@ def _groups(
 
     A bare first group has `max_held` blocks, enough for all rows, plus as many as the other groups.
     """
-    pools = _pools(layers, dtype)
+    pools = _pools(layers, dtype, layout)
 
     def group(key: _Key) -> GroupSpec:
         recurrent, window, sink_tokens = key
@@ -349,7 +366,18 @@ def _groups(
     return group(full), *rest
 
 
-def _pools(layers: Sequence[LayerSpec], dtype: str) -> dict[_Key, list[PoolSpec]]:
+def _layout(layout: str | None, dtype: str) -> str:
+    """Returns the layout of K/V, or raises a ValueError."""
+    if layout is None:
+        return "tokens" if lowers_for("tpu") and dtype not in QUANTISED else "heads"
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted None or one of {LAYOUTS}")
+    if layout == "tokens" and dtype in QUANTISED:
+        raise ValueError(f"layout: got 'tokens' for K/V in {dtype}, wanted 'heads', the layout of quantised K/V")
+    return layout
+
+
+def _pools(layers: Sequence[LayerSpec], dtype: str, layout: str) -> dict[_Key, list[PoolSpec]]:
     """Returns the pools of each group's layers."""
     layer_indices: dict[_Key, dict[tuple[Any, ...], list[int]]] = {}
     if not isinstance(layers, Iterable):
@@ -364,7 +392,15 @@ def _pools(layers: Sequence[LayerSpec], dtype: str) -> dict[_Key, list[PoolSpec]
         layer_indices.setdefault(key, {}).setdefault(shape, []).append(layer_index)
     return {
         key: [
-            PoolSpec(tuple(of_shape), heads, width, dtype, values, arrays)
+            PoolSpec(
+                tuple(of_shape),
+                heads,
+                width,
+                dtype,
+                values,
+                arrays,
+                "heads" if arrays or values is not None else layout,
+            )
             for (heads, width, values, arrays), of_shape in shapes.items()
         ]
         for key, shapes in layer_indices.items()

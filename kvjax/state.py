@@ -53,7 +53,7 @@ __all__ = [
 DEFAULT_PRIORITY = 35
 NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that left the index because a move failed, until it is published again
-COPYING = 1 << 20  # added to the refcount of a copy's source during the copy; larger than any number of holders
+COPYING = 1 << 20  # added to the refcount of the source of a copy, during the copy; larger than any number of holders
 
 
 class Text(Pytree):
@@ -102,7 +102,7 @@ class Host(Pytree):
         block cannot be found. After a failed move it stays until the block is empty, so lost K/V are never stored.
       num_moves: i32[]; the id of the last transition with a move.
       unevictable: bool[B]; device blocks that a loop cannot evict, because a descendant is on the host or moving.
-        The last move has updated it.
+        It is updated by moves.
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of this stack.
       policy: the eviction policy's state for blocks on the host.
@@ -123,7 +123,7 @@ class Blocks(Pytree):
 
     Attributes:
       refcount: i32[B]; rows and pins holding the block; within a transition also copies in progress.
-      text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids. None in a window group.
+      text: i32[B, P]; the tokens of the block's K/V, and their extra ids. None in a window group.
       fill: i32[B]; tokens of a findable block, 0 for any other block.
       key: u32[B, 2]; hash of the prefix up to here (`blocks/keys.py`): a hint, never trusted. None in a window group.
       generation: i32[B]; number of times the block was published, compared for equality only, so it may wrap.
@@ -140,8 +140,8 @@ class Blocks(Pytree):
       expiry: i32[B, 2]; the end of a released block's time to live, in ms of 64 bits (high, low). None if the spec has
         no retention.
       time: i32[2]; the latest `now` of a verb, in 64 bits. None if the spec has no retention.
-      passed: bool[B]; in a group of recurrent layers, snapshots that a row has gone past and that have
-        a single child: no prompts part there. The last commit that changed it has updated it. None in any other group.
+      passed: bool[B]; in a group of recurrent layers, whether a row has gone past the snapshot and it has a single
+        child, so no two prompts part there. It is updated by commits. None in any other group.
     """
 
     refcount: jax.Array
@@ -177,25 +177,26 @@ class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
 
     A policy is a value: equal policies share compiled programs. Policies are equal if all their fields are equal, so
-    two lambdas make two policies, whatever their name. A policy of importable functions can be pickled, and
-    is equal afterwards.
+    two lambdas make two different policies, even under the same name. A policy of importable functions can be pickled,
+    and the unpickled policy is equal to it.
 
     An empty call (no ids, no victims wanted) changes nothing, so a refused verb leaves the cache as it was, bit for
-    bit. If the functions obey this rule by themselves, set `idle`. Otherwise the core selects the old state after such
-    a call, at the cost of a pass over the policy's state.
+    bit. If your functions already obey this rule, set `idle`. Otherwise the core restores the old state after such a
+    call, which costs a pass over the policy's state.
 
     Attributes:
       init: (num_ids: int) -> pstate.
-      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` lost their last
-        holder and stay cached. The first block should leave first. Padding is NO_BLOCK if the policy is `idle`, or else
-        num_ids, which jax drops from a scatter. `kvjax.testing.check_policy` tries both.
+      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` have lost their last
+        holder and stay cached. They are in the order in which they should be evicted. Padding is NO_BLOCK if the policy
+        is `idle`, or else num_ids, which jax drops from a scatter. `kvjax.testing.check_policy` tries both.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate). It names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which blocks it may name, each after
-        all its findable children. A block not eligible now may be eligible at the next call: it keeps its turn.
+        all its findable children. A block that is not eligible now may be eligible in the next call, so it must keep
+        its place in the order.
       forget: (pstate, ids i32[K]) -> pstate. It is called when blocks go to another tier, which has a state of its own,
-        and with all blocks by `reset`. None: there is nothing to forget.
-      idle: static; whether the functions return an unchanged pstate for an empty call: `touch` and `forget` for padding
-        alone, `victims` for `wanted` 0. `kvjax.testing.check_policy` verifies it.
+        and with all blocks by `reset`. None means there is nothing to forget.
+      idle: static; whether the functions return pstate unchanged for an empty call: `touch` and `forget` with nothing
+        but padding, `victims` with `wanted` 0. `kvjax.testing.check_policy` verifies it.
       name: the name in `repr`, before the parameters.
       parameters: (name, value) of each argument that the functions were made with.
 
@@ -264,7 +265,7 @@ class EvictionPolicy(NamedTuple):
         return f"{self.name or type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The fields, so the functions are imported again.
+        """The fields: unpickling imports the functions.
 
         Raises:
           pickle.PicklingError: if a field would not be equal afterwards, such as a lambda. The error names it.
@@ -281,7 +282,7 @@ class EvictionPolicy(NamedTuple):
                 )
         return type(self), tuple(self)
 
-    def __copy__(self) -> Self:  # like a function: a copy by pickle would fail for a lambda
+    def __copy__(self) -> Self:  # returns itself, as for a function: a copy by pickle would fail for a lambda
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -289,7 +290,7 @@ class EvictionPolicy(NamedTuple):
 
 
 class Group(Pytree):
-    """The blocks of an attention window, with everything that finds, frees and orders them.
+    """The blocks of the layers with the same window, with the indexes, stacks and tables to find, free and order them.
 
     Attributes:
       blocks: the metadata of each block.
@@ -297,8 +298,8 @@ class Group(Pytree):
       empty: i32[N]; stack of empty blocks on the device.
       num_empty: i32[]; height of this stack.
       num_cached: i32[]; findable blocks on the device without a holder.
-      num_blocks: i32[]; blocks in use, 1..N, or 0 if made with a number out of range.
-      table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
+      num_blocks: i32[]; blocks in use, 1..N, or 0 if `init` got a traced number out of range.
+      table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks, before a window, and in freed holes.
       policy: the eviction policy's state.
       group0_block: i32[B]; in a window group, the first group's block with the same prefix. None in the first group.
       window_block: i32[B of the first group]; the inverse of `group0_block`: this group's block, or NO_BLOCK. None in
@@ -392,6 +393,8 @@ class Sequences(Pytree):
       retention: i32[S, M + 1, 2]; the requested retention of each of the row's blocks, then of generated blocks. None
         if the spec has no retention.
       swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
+      holes: bool[S, M]; the blocks of the first group that the row no longer reads (`blocks/holes.py`). None if the
+        spec has no thinning.
     """
 
     length: jax.Array
@@ -399,6 +402,7 @@ class Sequences(Pytree):
     namespace: jax.Array
     retention: jax.Array | None = None
     swapped: jax.Array | None = None
+    holes: jax.Array | None = None
 
     @property
     def swapped_out(self) -> jax.Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache together with its host tier: verbs, moves and copies in a call, for host code between loops."""
+"""A cache together with its host tier. A method calls a verb and makes its moves and copies, in host code."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FailedTransfer(RuntimeError):
 
 
 class _JittedVerb:
-    """A jitted verb on states. Its static options stay static, and so does an int for `num_tokens` of all rows.
+    """A jitted verb on states. Its static options stay static, and so does `num_tokens` if it is an int for all rows.
 
     Attributes:
       static: the names of the static options.
@@ -141,8 +141,9 @@ def _jitted(verb: Callable[..., Any]) -> OutermostJit:
 class TieredCache(AnyCache):
     """A cache and its host tier, with the verbs of both as methods. Use it in host code, between loops. It is a pytree.
 
-    Every verb is jitted and donates the object: go on with the result. A verb starts moves and does not wait for
-    them. Later programs wait where they must. Pass `cache` to a loop, and put its result back with `replace`.
+    Every verb is jitted and donates the object, so continue with the result. A verb starts its moves and does not wait
+    for them. Later programs wait only for the bytes they need. Pass `cache` to a loop, and put its result back with
+    `replace`.
 
     Attributes:
       cache: the state and the device's pools, which a jitted loop takes.
@@ -258,7 +259,7 @@ class TieredCache(AnyCache):
             events = events.only(jnp.bool_(False)).replace(status=status, transfer=None)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
-            state, _ = _release(cache.state, np.int32(row))  # stores nothing: its blocks are not in the index
+            state, _ = _release(cache.state, np.int32(row))  # publishes nothing: its blocks are not in the index
             cache = Cache(state, cache.pools)
         raise FailedTransfer(str(failure), TieredCache(cache, host), lost, events, done) from failure
 

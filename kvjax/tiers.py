@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier: all names for its users."""
+"""The host tier: the names to import for it."""
 
 from kvjax.events.transfer import Transfer
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of the commands: `python -m models`."""
+"""Lists the commands: `python -m models`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "prefill_decode": "a server that computes prompts, and one that answers them, through a store",
     "verify": "logits and tokens of a checkpoint against a golden folder",
     "grpo": "a training loop around `rollout`, which teaches the bundled model to end its answers",
+    "sparsity": "quality and time of attention that reads a part of the cache, for each policy and budget",
     "train": "the training of the bundled model",
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of an answer, which grows token by token. It has whole characters only, and no part of a stop string."""
+"""Collects the text of an answer token by token. It shows only whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from kvjax.serving import Handle, Output
 
 REFUSED = ("row_full", "no_blocks")  # reasons for the end of a request if the cache has no room for it
-PERIOD = 0.02  # seconds between two pieces of an answer: nobody reads faster
-CONTEXT = 6  # last tokens of the prompt to decode with an answer: they decide on its first space
+PERIOD = 0.02  # seconds between two pieces of an answer, since nobody reads faster
+CONTEXT = 6  # last tokens of the prompt to decode with an answer, because they decide on its first space
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MAX_WAITING = 16  # tokens without text, because the last character is unfinished
 _CHARACTER_BYTES = 4  # the most bytes of a character, and so its most tokens
@@ -23,10 +23,10 @@ Decode = Callable[[list[int]], str]
 
 
 class Detokenizer:
-    """Decodes the tokens of an answer as they come, each a bounded number of times.
+    """Decodes the tokens of an answer as they arrive, each only a few times.
 
-    An unfinished character waits for its missing bytes. At most 16 tokens wait. If there are more, all but the last
-    few get their text at once, because no character has more than four bytes.
+    An unfinished character waits for its missing bytes. At most 16 tokens wait. If there are more, all except the last
+    few get their text immediately, because no character has more than four bytes.
 
     Source: text-generation-inference and vLLM, `detokenize_incrementally`.
     """
@@ -47,7 +47,7 @@ class Detokenizer:
             if end - self._first_new <= _MAX_WAITING:
                 return ""
             new_text, end = self._before_unfinished()
-            if not new_text:  # special tokens have no text, so the context stays as it was before them
+            if not new_text:  # special tokens have no text, so the context does not change
                 del self._tokens[self._first_new : end]
                 return ""
         self._first_context = self._first_new
@@ -55,7 +55,7 @@ class Detokenizer:
         return new_text
 
     def end(self) -> str:
-        """Returns the waiting text, an unfinished character."""
+        """Returns the waiting text, even if its last character is unfinished."""
         end = len(self._tokens)
         new_text = self._new_text(end)
         self._first_new = end
@@ -66,7 +66,7 @@ class Detokenizer:
         tokens = self._tokens[self._first_context :]
         num_tokens = len(tokens)
         text = self._decode(tokens)
-        # If a prefix ends within a finished character, its text is no prefix of the text.
+        # If a prefix ends inside a finished character, its text is not a prefix of the whole text.
         prefix_size = next(
             size
             for size in range(num_tokens - _CHARACTER_BYTES + 1, num_tokens + 1)
@@ -86,9 +86,9 @@ class Detokenizer:
 class Answer:
     """The text of an answer, and the part of it to show.
 
-    An example: with the stop string "END", the text "the E" shows "the " until the next token decides about the "E".
-    A stop string ends the answer and is no part of it, unless it is complete within the first `min_tokens` tokens.
-    With stop strings or with `has_starts`, each token is decoded by itself, which takes more time.
+    For example, with the stop string "END", the text "the E" is shown as "the " until the next token decides about the
+    "E". A stop string ends the answer and is not part of it. If it is complete within the first `min_tokens` tokens, it
+    does not count. With stop strings or with `has_starts`, each token is decoded separately, which takes more time.
 
     Attributes:
       prompt: The last tokens of the prompt. They decide on the first space of the answer.
@@ -129,7 +129,7 @@ class Answer:
     def texts(self, part: slice) -> list[str]:
         """The text of each token of a part. Joined, the texts of all tokens are the text of the answer.
 
-        If a character has several tokens, it is the text of the last token, and the others have none.
+        If a character has several tokens, it belongs to the last of them, and the others have no text.
         """
         bounds = [*self.starts[part.start : part.stop + 1], len(self.text)]
         return [self.text[start:end] for start, end in itertools.pairwise(bounds)][: part.stop - part.start]
@@ -165,7 +165,7 @@ class Answer:
                 self.starts.pop()
 
     def _num_held(self) -> int:
-        """The length of the longest end of the text with which a stop string begins."""
+        """The length of the longest end of the text that is a beginning of a stop string."""
         max_length = min(len(self.text), self._longest_stop - 1)
         for length in range(max_length, 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):
@@ -201,7 +201,7 @@ class Piece:
 
 
 class Failed(RuntimeError):
-    """A request ended, but neither by a stop nor by its length.
+    """A request ended for a reason other than a stop or its length.
 
     Attributes:
       finish: The reason in the output of the request.
@@ -221,7 +221,7 @@ async def pieces(
     has_top: bool,
     shows_stop: bool = False,
 ) -> AsyncGenerator[Piece]:
-    """Yields an answer as it comes. A stop string cancels the request.
+    """Yields an answer as it arrives. A stop string cancels the request.
 
     Args:
       handle: The request.
@@ -242,7 +242,7 @@ async def pieces(
         async for output in changes:
             done = handle.done  # read before the tokens: if it is true, all tokens are there
             columns = (output.tokens, output.logprobs, *([output.top_logprobs] if has_top else []))
-            end = min(map(len, columns))  # another thread may be appending to one column after the other
+            end = min(map(len, columns))  # another thread may be appending to the columns in turn
             new_tokens = list(itertools.takewhile(lambda token: token not in stop_tokens, output.tokens[num_seen:end]))
             is_stop = len(new_tokens) < end - num_seen
             text = answer.add(new_tokens, done=done or is_stop)

@@ -141,7 +141,7 @@ type Mixing = Paged | Dense
 class Attention(nnx.Module):
     """Grouped-query attention, perhaps with norms of queries and keys, a gate on its output, and sinks.
 
-    A sink is an extra logit of a query head. It takes weight from the others, and has no value.
+    A sink is an extra logit of a query head. It takes weight from the other logits, but has no value.
     """
 
     def __init__(self, config: Any, layer: LayerConfig, dtype, rngs: nnx.Rngs):
@@ -195,7 +195,7 @@ class LayerConfig(Mixer):
       head_dim: D, the width of queries, keys and values.
       window: number of tokens a token attends to, itself included; None means no limit.
       rope: the rotation of queries and keys.
-      keys_are_values: whether values are the keys before norm and rope, instead of a projection of their own.
+      keys_are_values: whether the values are the keys before norm and rope, instead of a separate projection.
       reuses: index of the earlier layer whose keys and values this layer attends to; None gives it its own.
     """
 
@@ -228,7 +228,7 @@ class LayerConfig(Mixer):
         return self.rope, self.head_dim
 
     def spec(self) -> kvjax.LayerSpec:
-        """The layer's part of the cache, which releases blocks outside the window."""
+        """The data that the layer keeps in the cache. Blocks outside the window are released."""
         return kvjax.LayerSpec(self.kv_heads, self.head_dim, self.window)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as token ids, in the form of the checkpoint's chat template."""
+"""Turns conversations into token ids, by the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class Template:
     """A checkpoint's chat template.
 
-    A template is a program from the checkpoint's author. So it runs in a sandbox, in a process with limits.
+    A template is a program by the checkpoint's author, so it runs in a sandbox, in a process with limits.
 
     Attributes:
       end: the text of the token after a turn; None if the tokenizer's config names none.
@@ -186,7 +186,7 @@ def _named(config: pathlib.Path, template: Any) -> tuple[str | None, str | None]
 def _special_tokens(config: pathlib.Path, fields: dict[str, Any]) -> dict[str, str]:
     """Returns the special tokens of tokenizer_config.json and special_tokens_map.json by their names.
 
-    As in transformers the map is for folders whose tokenizer_config.json has no added_tokens_decoder, and wins there.
+    As in transformers, the map counts only if tokenizer_config.json has no added_tokens_decoder, and then overrides it.
     """
     sources = [(config, fields)]
     token_map = config.with_name("special_tokens_map.json")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a folder in Hugging Face format. A GGUF file (`gguf_file.py`) has the same methods."""
+"""A checkpoint in a folder in Hugging Face format. A GGUF file (`gguf_file.py`) has the same methods."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Folder:
             return Tokenizer.from_file(str(path))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, by their names in a checkpoint of the decoder alone. Weights of fp8 are dequantised when read.
+        """The tensors, by their names in a checkpoint of only the decoder. Weights of fp8 are dequantised when read.
 
-        An index tells the file of each tensor. It may leave out tensors of its files, which are taken too.
+        The index names the file of each tensor. Tensors that are in these files but not in the index are included too.
         """
         fields = self.fields(CONFIG)
         with errors_in(self.path / CONFIG):
@@ -116,11 +116,11 @@ class Folder:
             return {single: []}
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{index}: got no weight_map, wanted one of tensor names to files")
+            raise ValueError(f"{index}: got no weight_map, wanted one from tensor names to files")
         files: dict[pathlib.Path, list[str]] = {}
         for name, file in weight_map.items():
             path = pathlib.PurePath(file if isinstance(file, str) else "")
-            # As written: links may lead out of the folder, as all do in Hugging Face's cache.
+            # Checked as written, because links may lead out of the folder, as they all do in Hugging Face's cache.
             if not path.parts or path.is_absolute() or ".." in path.parts:
                 raise ValueError(f"{index}: {name:.200}: got {file!r:.200}, wanted a file in this folder")
             files.setdefault(self.path / path, []).append(name)
@@ -137,7 +137,7 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _decoder_name(name: str) -> str:
-    """A tensor's name in a checkpoint of the decoder alone: language_model.norm.weight is model.norm.weight."""
+    """A tensor's name in a checkpoint of only the decoder: language_model.norm.weight is model.norm.weight."""
     prefix = _DECODER_PREFIX.match(name)
     name = name[prefix.end() :] if prefix else name
     return f"model.{name}" if _BARE.match(name) else name

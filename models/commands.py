@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of the command lines: errors in a single line, files to write, and the compilation cache."""
+"""Common parts of the command lines: single-line errors, output files, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Refusing(NamedTuple):
-    """A `with` for an option. An error of a file, a value or a package ends the command with a line for the option."""
+    """A `with` for an option. If a file, a value or a package fails, the command ends with a line about the option."""
 
     parser: Parser
     option: str = ""
@@ -98,7 +98,7 @@ def add_outputs(parser: Parser) -> None:
 
 
 def add_compile_cache(parser: Parser) -> None:
-    """Adds the option against `enable_compilation_cache`."""
+    """Adds the option that disables the compilation cache."""
     folder = "in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kvjax"
     parser.add_argument("--no-compile-cache", action="store_true", help=f"compile anew (programs are kept {folder})")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a decoder, from a Hugging Face config.json. Unsupported fields are refused by name."""
+"""The configuration of a decoder, from a Hugging Face config.json. An error names unsupported fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelConfig:
       num_heads: Q, query heads of every layer.
       layers: an entry for each layer: a `LayerConfig`, or another mixer of the family.
       rms_norm_eps: addend to the mean square in every norm.
-      tie_word_embeddings: whether the embedding is the output matrix too.
+      tie_word_embeddings: whether the embedding is also the output matrix.
       qkv_bias, out_bias, mlp_bias: whether the projections have a bias.
       qk_norm: whether queries and keys are normalised per head.
       value_norm: whether values are normalised too, without weights.
@@ -120,7 +120,7 @@ class ModelConfig:
 
 
 def num_layers(fields: Mapping[str, Any]) -> int:
-    """The number of layers in a config.json. It raises the ValueErrors of `from_hf` for this field alone."""
+    """The number of layers in a config.json. It raises the ValueErrors of `from_hf` only for this field."""
     return count(_family(fields).fields(fields), "num_hidden_layers")
 
 

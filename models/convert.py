@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def convert(file: pathlib.Path, folder: pathlib.Path, dtype: str | None = None) -> None:
-    """Writes the folder of a GGUF file. If it fails, nothing is left of the folder.
+    """Writes the folder of a GGUF file. If it fails, it removes the folder.
 
     Args:
       file: the GGUF file.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder for all families: the cache goes in as an argument and comes out as a result.
+"""A decoder for all families. The cache is an argument and a result.
 
 A layer has a mixer, which mixes tokens through a `Mixing`, and then an MLP or experts. The config chooses them. Modules
 have the names of Hugging Face checkpoints, so loading needs no table of names. Shapes use the legend of `kvjax.state`,
@@ -8,6 +8,7 @@ with R rows of C tokens in a call, E the width of the residual stream and P the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ class Layer(nnx.Module):
     Without post norms it is the norm before the MLP. A layer with an input of its own gates it and adds it last.
     """
 
-    self_attn: Any  # where the mixer has that name
+    self_attn: Any  # if the mixer has this name
 
     def __init__(self, config: ModelConfig, layer_index: int, dtype, rngs: nnx.Rngs):
         width = config.hidden_size
@@ -116,7 +117,7 @@ class Decoder(nnx.Module):
             self.lm_head = linear(config.vocab_size)
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
-        """Specs of the layers with a part of the cache, for `kvjax.make_spec` and `kvjax.plan`.
+        """Specs of the layers that use the cache, for `kvjax.make_spec` and `kvjax.plan`.
 
         Layers with reused K/V are left out. They are the last layers, so the others keep their indices.
         """
@@ -209,8 +210,8 @@ def scanned[M: Decoder](model: M) -> M:
     """Returns the model with its longest run of equal layer patterns scanned, or the model if no pattern repeats.
 
     A scanned model compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack.
-    Logits differ by rounding alone, and `save` writes the same file. The weights of the run are copied: while both
-    models live, memory holds them twice.
+    Logits differ only by rounding, and `save` writes the same file. The weights of the run are copied, so memory holds
+    them twice while both models exist.
     """
     run = longest_run(model.config.layers, model.config.dense)
     if model.run is not None or run is None:
@@ -226,6 +227,25 @@ def unrolled[M: Decoder](model: M) -> M:
     before, phases, after = parted(model.layers, run)
     unstacked = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
     return _with_layers(model, [*before, *unstacked, *after], None)
+
+
+def first_layers[M: Decoder](model: M, num_layers: int) -> M:
+    """Returns a model of the first layers of another, for `kvjax.serving.early_exit`.
+
+    The final norm and the vocabulary follow the last of these layers. Both models share their weights, except that the
+    layers of a scanned model are copied.
+
+    Raises:
+      ValueError: if there are not as many layers, or the family has an input for each layer.
+    """
+    if not 0 < num_layers <= len(model.config.layers):
+        raise ValueError(f"num_layers: got {num_layers}, wanted 1 to {len(model.config.layers)}")
+    if model.config.per_layer_width:
+        raise ValueError("model: got a model with an input for each layer, wanted one without them")
+    whole = unrolled(model)
+    part = _with_layers(whole, [*whole.layers][:num_layers], None)
+    part.config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])
+    return part
 
 
 def _with_layers[M: Decoder](model: M, layers: Sequence[Layer], run: Run | None) -> M:

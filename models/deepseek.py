@@ -2,8 +2,9 @@
 """DeepSeek V3 (and Kimi K2): attention over latents, and experts.
 
 A layer keeps a latent for each token. A matrix turns it into the keys of all heads, and another into the values.
-Attention is absorbed: the keys' matrix is applied to the queries, which then meet the latents themselves, and the
-values' matrix to the mixed latents. So keys and values of single heads are never made, in prefill or in decode.
+Attention is absorbed: the keys' matrix is applied to the queries, which then attend to the latents themselves, and the
+values' matrix is applied to the mixed latents. So neither prefill nor decode ever computes keys and values of single
+heads.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class LatentConfig(Mixer):
 
     Attributes:
       query_rank: width between the two matrices of the queries; None gives them a single matrix.
-      rank: width of a latent's first part, which turns into keys and values, and is the value in the cache.
+      rank: width of a latent's first part, which becomes keys and values, and is the value in the cache.
       rope_dim: width of its second part, a rotated key shared by all heads.
       key_dim: width of a head's own keys, which are not rotated.
       value_dim: width of a head's values.

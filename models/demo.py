@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: many questions about a long document reuse its blocks. Then come forks, eviction, and a host tier.
+"""The demo: many questions about a long document reuse its blocks. It also shows forks, eviction, and a host tier.
 
-The bundled model answers right only if attention reads the slots with the fact, so a wrong block shows as a wrong
-answer.
+The bundled model gives the right answer only if attention reads the slots with the fact, so a wrong block leads to a
+wrong answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kvjax.stores import DiskStore
 from . import commands, recall, stores
 from .loading import load
 
-# The model tells 48 facts apart without a mistake. Seven times over, they take far longer to compute than a question.
+# The model distinguishes 48 facts without a mistake. Repeated seven times, they take far longer to compute than a
+# question.
 FACTS = 48
 TIMES = 7
 QUESTIONS = 12
@@ -40,7 +41,7 @@ HOST_BLOCKS = 256
 LENGTH = FACTS * TIMES * recall.FACT_TOKENS + 2 * BLOCK
 MAX_COLUMNS = 100
 MAP_LINES = 4
-PATIENCE_MS = 60_000  # for reads from a store, so that they succeed on a busy machine too
+PATIENCE_MS = 60_000  # for reads from a store, so they succeed even on a busy machine
 
 Question = tuple[list[int], int]  # prompt, token of the right answer
 
@@ -93,11 +94,11 @@ class Session:
         return [event for entry in self.entries for event in entry["events"]]
 
     def hear(self, events: Any) -> None:
-        """Notes the events of a transition, or of a jitted loop."""
+        """Records the events of a transition, or of a jitted loop."""
         self.entries.append(log.entry(events))
 
     def ask(self, pairs: Sequence[Question], *, reuse: bool = True) -> Session:
-        """Puts questions in turn, as different users would. Without reuse, each has a namespace of its own."""
+        """Asks the questions in turn, as different users would. Without reuse, each question has its own namespace."""
         for prompt, answer in pairs:
             began = time.perf_counter()
             outputs, self.cache, _ = kvjax.generate(
@@ -125,14 +126,14 @@ class Session:
         return float(np.median([turn.seconds for turn in self.turns]))
 
     def tokens(self, *, has_store: bool) -> list[str]:
-        """A line of the table of tokens."""
+        """The session's line in the table of tokens."""
         stored = [f"{sum(turn.stored for turn in self.turns):,}"] if has_store else []
         first_token = _ms(self.first_token) if self.turns else ""
         right = f"{self.right} of {self.answered}"
         return [f"{self.prompted - self.reused:,}", f"{self.reused:,}", *stored, first_token, right]
 
     def records(self) -> list[str]:
-        """A line of the table of events."""
+        """The session's line in the table of events."""
         kinds = collections.Counter(event["kind"] for event in self.events)
         levels = collections.Counter(event["level"] for event in self.events if event["kind"] == "updated")
         return [str(n) for n in (*(kinds[kind] for kind in ("stored", "removed", "copied")), levels[1], levels[0])]
@@ -161,10 +162,10 @@ class Session:
         return self
 
     def compute(self, rows: Sequence[list[int]]) -> list[int]:
-        """Computes the next tokens of the first rows. Returns the likeliest token to follow in each row."""
+        """Computes the next tokens of the first rows. Returns the likeliest next token of each row."""
         count = np.zeros(ROWS, np.int32)
         count[: len(rows)] = [len(row) for row in rows]
-        tokens = np.zeros((ROWS, max(2, *count)), np.int32)  # a single token needs no program of its own
+        tokens = np.zeros((ROWS, max(2, *count)), np.int32)  # a single token needs no separate program
         for row, new in enumerate(rows):
             tokens[row, : len(new)] = new
         self.cache, logits, events = step(self.model, self.cache, tokens, count)
@@ -288,7 +289,7 @@ def play(
     width: int,
     store: DiskStore | None = None,
 ) -> Parts:
-    """Puts all questions. Questions without reuse go without the store too."""
+    """Asks all questions. Questions without reuse do not use the store either."""
     Session(model).ask(pairs[:2]).ask(pairs[:1], reuse=False)  # compiles
     if store is not None:
         _compile_store(model, pairs[:1])

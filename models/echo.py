@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt in an answer: `echo` puts its tokens before the answer's, and vLLM has `prompt_logprobs`."""
+"""The prompt as a part of the response, for `echo` of the API and for vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prompt_piece(decode: Decode, prompt: Sequence[int], output: Output) -> Piece
 
 
 def after_prompt(piece: Piece, prompt: Piece) -> Piece:
-    """A piece of an answer, moved behind its prompt's text."""
+    """A piece of an answer, with its positions moved to come after the prompt's text."""
     return dataclasses.replace(piece, starts=[start + len(prompt.text) for start in piece.starts])
 
 
@@ -73,7 +73,7 @@ def prompt_logprobs(
 
 
 def text_after(decode: Decode, before: list[int], token: int) -> str:
-    """The text of a token after others, or by itself if it is a part of a character."""
+    """The text of a token after other tokens, or its own text if it is a part of a character."""
     return Detokenizer(decode, before).add(token) or decode([token])
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second half of a layer: a gated MLP, or a mixture of experts.
 
-All experts are computed for every token, and experts outside the token's choice weigh zero. So shapes do not depend on
-the tokens. The price is num_experts / per_token times the necessary products.
+All experts are computed for every token, with zero weights for the experts that the token did not choose. So shapes do
+not depend on the tokens, at the cost of num_experts / per_token times the necessary products.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MLP(nnx.Module):
 
 
 class Router(nnx.Module):
-    """The weights of all experts for each token, zero for experts outside its choice."""
+    """The weights of all experts for each token. They are zero for experts that the token did not choose."""
 
     def __init__(self, width: int, config: ExpertsConfig, dtype, rngs: nnx.Rngs):
         self.config = config
@@ -69,7 +69,7 @@ class Router(nnx.Module):
 
 
 class Matrices(nnx.Module):
-    """The matrices of all experts, stacked. In a checkpoint each matrix is a tensor of its own."""
+    """The matrices of all experts, stacked. In a checkpoint each matrix is a separate tensor."""
 
     def __init__(self, shape: tuple[int, int, int], dtype, rngs: nnx.Rngs):
         self.kernel = random_matrices(rngs, shape, dtype)
@@ -141,8 +141,8 @@ class ExpertsConfig:
       width: inner width of each expert.
       shared_width: inner width of the shared expert for all tokens; 0 disables it.
       shared_gate: whether a gate scales the shared expert's output.
-      softmax: whether scores are a softmax over all experts, instead of a sigmoid each.
-      corrected: whether a bias is added to the scores for the choice alone.
+      softmax: whether scores are a softmax over all experts, instead of separate sigmoids.
+      corrected: whether a bias is added to the scores only for the choice.
       num_groups: number of equal groups; a token chooses from the `num_chosen_groups` groups with the highest sums of
         their best two scores.
       num_chosen_groups: at most num_groups.
@@ -207,6 +207,6 @@ def highest(scores: jax.Array, count: int) -> jax.Array:
 
 
 def random_matrices(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
-    """Random matrices for products on the scale of their inputs."""
+    """Random matrices, scaled so products are as large as their inputs."""
     initial = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
     return nnx.Param(initial(rngs.params(), shape, dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of models, and the fields of config.json shared by all families."""
+"""A family of models, and the fields of config.json that all families share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POSITIONS = "max_position_embeddings"
 
 
 class Family(NamedTuple):
-    """The way from a config.json to a `ModelConfig` and back.
+    """Converts a config.json to a `ModelConfig` and back.
 
     Attributes:
       defaults: by model type, the values of absent fields, from the family's code in transformers.
@@ -98,7 +98,7 @@ def check_fixed(hf: Mapping[str, Any], **wanted: Any) -> None:
 
 
 def read_layers[L](hf: Mapping[str, Any], by_type: Mapping[str, L], absent: Callable[[int], str]) -> tuple[L, ...]:
-    """Picks each layer by its type in `layer_types`. Where the config is silent, `absent(layer_index)` is the type."""
+    """Picks each layer by its type in `layer_types`. If the config has no types, the type is `absent(layer_index)`."""
     num_layers = count(hf, "num_hidden_layers")
     types = listed(hf, "layer_types")
     types = [absent(layer_index) for layer_index in range(num_layers)] if types is None else types
@@ -120,8 +120,9 @@ def write_attention(layer: LayerConfig) -> dict[str, Any]:
 def read_dense(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Reads the indices of the layers without experts.
 
-    A config has a type for each layer (`mlp_layer_types`), or else three fields. The first `first_k_dense_replace`
-    layers have none, nor have the layers in `mlp_only_layers`, and of the others every `decoder_sparse_step`-th has.
+    A config has either a type for each layer (`mlp_layer_types`), or three fields. The first `first_k_dense_replace`
+    layers and the layers in `mlp_only_layers` have no experts. Of the others, every `decoder_sparse_step`-th layer has
+    experts.
     """
     num_layers = count(hf, "num_hidden_layers")
     types = listed(hf, "mlp_layer_types")

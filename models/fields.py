@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of JSON and their fields, checked in turn. A ValueError has the field, its value and the wanted value.
+"""Reads JSON files, and checks their fields. A ValueError names the field, its value and the wanted value.
 
 `section` is the name of the field with the fields to check. It is empty at the top of the file.
 """
@@ -22,12 +22,12 @@ _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 def _full_name(section: str, name: str) -> str:
-    """A field's name after its section's: rope_parameters.factor, or the name alone at the top of a file."""
+    """A field's name after its section's, as in rope_parameters.factor. At the top of a file it is only the name."""
     return f"{section}.{name}" if section else name
 
 
 def check_file(path: pathlib.Path) -> None:
-    """Refuses a path without bytes, such as a folder, and a path to wait for, such as a pipe."""
+    """Refuses a path that has no bytes, such as a folder, or could block, such as a pipe."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
 
@@ -81,7 +81,7 @@ def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, section: str = 
 
 
 def count(hf: Mapping[str, Any], name: str, absent: int | None = None, minimum: int = 1, section: str = "") -> int:
-    """The field's value, a whole number of 32 bits."""
+    """The field's value, an integer that fits into 32 bits."""
     value = hf.get(name)
     value = absent if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= _MAX_INT:
@@ -100,7 +100,7 @@ def number(hf: Mapping[str, Any], name: str, absent: float | None = None, sectio
 
 
 def flag(hf: Mapping[str, Any], name: str) -> bool:
-    """The field's value, false where the config is silent."""
+    """The field's value, or false if it is absent."""
     value = hf.get(name) or False
     if not isinstance(value, bool):
         raise ValueError(f"{name}: got {value!r:.80}, wanted true or false")
@@ -108,7 +108,7 @@ def flag(hf: Mapping[str, Any], name: str) -> bool:
 
 
 def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
-    """The field's value, a list, or None where the config is silent."""
+    """The field's value, a list, or None if it is absent."""
     value = hf.get(name)
     if value is not None and not isinstance(value, list | tuple):
         raise ValueError(f"{name}: got {value!r:.80}, wanted a list")
@@ -137,7 +137,7 @@ def ids(hf: Mapping[str, Any], name: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def token(hf: Mapping[str, Any], name: str, vocab_size: int) -> int | None:
-    """A token id of the vocabulary, or None where the config is silent."""
+    """A token id of the vocabulary, or None if it is absent."""
     tokens = ids(hf, name, vocab_size)
     if len(tokens) > 1:
         raise ValueError(f"{name}: got {hf[name]!r:.80}, wanted one token id")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas in Ray actors, on one machine or several. Each prompt goes to the replica with most of it cached.
+"""Replicas in Ray actors, on one or several machines. Each prompt goes to the replica with most of it cached.
 
     driver     prompts ──> a rule, by a mirror of each cache ──> calls of actors, one at a time for each
                                      ^                                   │
@@ -27,7 +27,7 @@ class Replica:
     def __init__(self, *options: str, gpus: float = 0.0, **variables: str):
         import ray  # pyright: ignore[reportMissingImports]
 
-        # Without retries, since Ray would give the prompts of an ended process to the next.
+        # Disables retries, because Ray would give the prompts of an ended process to the next process.
         restarts = {"max_restarts": -1, "max_task_retries": 0}
         actor = ray.remote(**restarts, num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD")(ServerProcess)
         self._ray = ray
@@ -42,7 +42,7 @@ class Replica:
             address = ray.util.get_node_ip_address()
             return [endpoint.replace("0.0.0.0", address) for endpoint in server.ready()]
 
-        # Ray repeats this call until a process of the actor has returned from it.
+        # Ray repeats this call until a process of the actor completes it.
         return self._get(self.actor.__ray_call__.options(max_task_retries=-1).remote(endpoints))
 
     def complete(self, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> Answer:

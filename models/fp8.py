@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of fp8 (e4m3) with their scales. Reading dequantises them: a weight is its number times its scale.
+"""Reads weights of fp8 (e4m3) with their scales, and dequantises them: a weight is its number times its scale.
 
 A checkpoint has the scales of `X.weight` as `X.weight_scale_inv` (fp8, as in DeepSeek) or `X.weight_scale`
-(compressed-tensors). The matrix has a single scale, or each output has its own, or each block of the matrix.
+(compressed-tensors). There is a scale for the whole matrix, for each output, or for each block of the matrix.
 Activations are not quantised here, so the scales of activations and K/V are left out.
 """
 
@@ -80,7 +80,7 @@ def _read_groups(hf: Mapping[str, Any]) -> set[tuple[int, int]]:
 
 
 def _block(hf: Mapping[str, Any], name: str, section: str) -> tuple[int, int]:
-    """The size of a block."""
+    """Reads the size of a block: outputs, then inputs."""
     sizes = listed(hf, name) or []
     if len(sizes) != 2:
         raise ValueError(f"{section}.{name}: got {sizes!r:.80}, wanted two sizes")

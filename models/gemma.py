@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3 and Gemma 4: layers with and without windows. In Gemma 4 some layers reuse the K/V of others.
+"""Gemma 3 and Gemma 4: layers with and without windows. In Gemma 4 some layers reuse the K/V of other layers.
 
 A file with towers for images and sound (`gemma3`, `gemma4`) has the decoder's fields under `text_config`, and only
-they are read. Gemma 3's `attn_logit_softcapping` has no effect: transformers has the field but never caps the scores.
+these fields are read. Gemma 3's `attn_logit_softcapping` has no effect: transformers has the field but never caps the
+scores.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _write(config: Any) -> dict[str, Any]:
 
 
 def _select(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the decoder alone."""
+    """The fields of only the decoder."""
     kind = fields["model_type"]
     if kind not in _WITH_TOWERS:
         return dict(fields)
@@ -184,8 +185,8 @@ def _options(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
 def _own_shapes(hf: Mapping[str, Any], types: tuple[str, ...]) -> dict[int, Mapping[str, Any]]:
     """Fields with the shape of single layers, by layer.
 
-    `per_layer_config` has them by layer numbers as text, perhaps with leading zeros. Without it, full attention has a
-    shape of its own.
+    The keys of `per_layer_config` are layer numbers as text, perhaps with leading zeros. Without `per_layer_config`,
+    only full attention has a different shape.
     """
     if "per_layer_config" not in hf:
         full = {"head_dim": count(hf, "global_head_dim", count(hf, "head_dim"))}

@@ -2,8 +2,8 @@
 """Generate text through the paged cache, with a checkpoint in Hugging Face format or a GGUF file.
 
 A prompt is text if the checkpoint has a tokenizer, else token ids separated by commas or spaces. Prompts and answers go
-to standard output, all else to standard error. In a chat each turn finds the turns before it in the cache. Without a
-checkpoint the demo runs on the bundled recall model.
+to standard output, and everything else to standard error. In a chat each turn finds the earlier turns in the cache.
+Without a checkpoint the demo runs on the bundled recall model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.checkpoint is None:
             return demo.run_command(parser, args)
         status = (_chat if args.chat else _answer)(parser, args)
-    except KeyboardInterrupt:  # before anything was generated, or while a turn is waited for
+    except KeyboardInterrupt:  # before anything was generated, or while waiting for a turn
         status = INTERRUPTED
     if status:
         raise SystemExit(status)
@@ -84,12 +84,14 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
             talk.answered(output.tokens, screen.answers[0])
             stored = "" if answering.store is None else f", {output.stored_tokens} of them from the store"
             line = f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused{stored}"
+            if args.speculate:
+                line += f", {output.accepted_tokens} of {output.drafted_tokens} drafts accepted"
             _note(f"\033[2m{line}\033[0m" if sys.stderr.isatty() else line)  # dim
         return answering.end(finished=True)
 
 
 def _turns(parser: commands.Parser) -> Iterator[str]:
-    """The lines of standard input, except empty lines. In a terminal, it prompts for each."""
+    """Yields the lines of standard input, except empty lines. In a terminal, it prompts for each line."""
     prompted = sys.stdin.isatty()
     if prompted:
         _note("a line is a turn; Ctrl-C ends an answer, Ctrl-D the chat")
@@ -134,6 +136,7 @@ def _parser() -> commands.Parser:
     stop = "a stop token; may be repeated (default: the checkpoint's)"
     parser.add_argument("--stop", type=number(int, 0, 2**31 - 1), action="append", default=[], metavar="ID", help=stop)
     session.add_sizes(parser, rows=f"(default: {SIZES['rows']}, in a chat 1)", length="as many, up to a power of two")
+    session.add_speculation(parser)
     commands.add_scan(parser)
     commands.add_outputs(parser)
     stores.add_store(parser)
@@ -188,7 +191,7 @@ def _note(text: str) -> None:
 class _Screen:
     """Prompts and answers on standard output, in the order of the prompts. The first unfinished answer grows.
 
-    An answer has lines of its own under its prompt, and an empty line after it. In a chat the user has typed the
+    An answer begins on a new line under its prompt, and an empty line follows it. In a chat the user has typed the
     prompts, so they are not printed.
     """
 
@@ -229,7 +232,7 @@ class _Screen:
 
 
 class _Lines(_Screen):
-    """A line with a JSON object for each finished prompt. With a store, it has the number of tokens from there."""
+    """A line with a JSON object for each finished prompt. A store and a drafter add their numbers of tokens."""
 
     def say(self, new: str, output: kvjax.serving.Output, done: bool) -> None:
         """Prints the object."""
@@ -245,6 +248,8 @@ class _Lines(_Screen):
             **({} if self.args.store is None else {"stored_tokens": output.stored_tokens}),
             "finish": output.finish,
         }
+        if self.args.speculate:
+            fields |= {"drafted_tokens": output.drafted_tokens, "accepted_tokens": output.accepted_tokens}
         print(json.dumps(fields), flush=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files, the format of llama.cpp: config, weights and chat template under the names of a Hugging Face folder."""
+"""Reads GGUF files, llama.cpp's format: config, weights and chat template, under the names of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ROPE_FIELDS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-# Fields with other uses in a config, and fields without an effect on results.
+# Fields that a config uses in other ways, and fields that do not affect results.
 _READ_ELSEWHERE = {
     "attention.head_count_kv",
     "attention.key_length",
@@ -88,7 +88,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 class GgufFile:
-    """A file with the methods of a `checkpoint.Folder`, and with the folder's names, shapes and values.
+    """A GGUF file with the methods of a `checkpoint.Folder`, and with its names, shapes and values.
 
     Attributes:
       path: the file's path.
@@ -130,7 +130,7 @@ class GgufFile:
         return dict(self._fields.get(name, {}))
 
     def files(self) -> list[pathlib.Path]:
-        """The file itself."""
+        """The files of the model: only this file."""
         return [self.path]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -146,8 +146,8 @@ class GgufFile:
 class _Reader(gguf.GGUFReader):
     """A faster reader of the file's fields. The library makes numpy arrays for each element of an array.
 
-    Here an array is read in a piece: the vocabulary of SmolLM2 takes 0.1 s in place of 4 s. An array with a length
-    beyond the end of the file is an error at once.
+    This reader reads an array in one piece, so the vocabulary of SmolLM2 takes 0.1 s instead of 4 s. It raises an error
+    immediately if an array is longer than the file.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
@@ -265,12 +265,12 @@ def _tensor(name: str, stored: gguf.ReaderTensor, config: dict[str, Any]) -> Ten
     kind = stored.tensor_type
     module = name.removesuffix(".weight").removesuffix(".bias")
     is_rotated = config["model_type"] == "llama" and module.endswith((".attn_q", ".attn_k"))
-    # Gemma's norms have the factor itself here, and in a folder its difference from 1.
+    # Gemma's norms have the factor itself here, but a folder has its difference from 1.
     shift = np.float32(config["model_type"] == "gemma3_text" and module.endswith("norm"))
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         rows = index[0]
-        if is_rotated:  # the two rows of a rotated pair lie side by side
+        if is_rotated:  # the two rows of a rotated pair are adjacent
             pairs = np.arange(shape[0]).reshape(-1, config["head_dim"] // 2, 2)
             rows = pairs.swapaxes(1, 2).reshape(-1)[rows]
         data = stored.data.view(np.ndarray)

@@ -11,7 +11,7 @@ _FIELD = "tokenizer.ggml"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # types of tokens
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
 _LONGEST = 1024  # characters of a token; `_sentence_piece` tries to cut a piece after each of them
-# Rules for cutting a text into words before its bytes are merged. None cuts off each digit, then takes GPT-2's rule.
+# Rules for cutting a text into words before its bytes are merged. None cuts off each digit, then applies GPT-2's rule.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -72,7 +72,7 @@ def read_golden(folder: pathlib.Path, vocab_size: int) -> Golden:
 
 
 def _check(path: pathlib.Path, golden: Golden, vocab_size: int) -> None:
-    """Refuses arrays of other shapes or dtypes, impossible lengths, and tokens outside the vocabulary."""
+    """Refuses arrays of wrong shapes or dtypes, impossible lengths, and tokens outside the vocabulary."""
     for name in ("prompts", "greedy"):
         shape = getattr(golden, name).shape
         if len(shape) != 2 or 0 in golden.prompts.shape:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program which makes the tables of grammars. It reads lines of JSON, and answers each by a line.
+"""A program which compiles grammars to tables. It reads lines of JSON, and answers each with a line.
 
-Clients send grammars, and making their tables would keep the server's threads from running. So a process with the
-system's limits makes them, as `limited_process.py` describes. It imports nothing from this package, and only
-`kvjax.grammar` from `kvjax`, which needs numpy alone.
+Clients send grammars, and compiling them would block the server's threads. So a separate process with limits compiles
+them, as `limited_process.py` describes. It imports nothing from this package, and from `kvjax` only `kvjax.grammar`,
+which needs only numpy.
 """
 
 from __future__ import annotations

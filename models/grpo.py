@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO with `kvjax.rollout`: each training step samples, scores and updates in one program.
+"""GRPO with `kvjax.rollout`: each training step samples, scores and updates in a single program.
 
-The bundled model answers a question about a document and babbles on, as it was never taught to end. Here it learns to
-end: a right answer has a reward, which is higher the sooner <pad> comes. Each version of the weights has a namespace of
-its own, so new weights find no old K/V. Its number is an argument of the program, so nothing is compiled again.
+The bundled model answers a question about a document and then continues with other text, because it was never taught to
+end. Here it learns to end: a right answer has a reward, which is higher the sooner <pad> comes. Each version of the
+weights has its own namespace, so new weights find no old K/V. The namespace's number is an argument of the program, so
+nothing is compiled again.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def make_step(graph: Any, optimizer: optax.GradientTransformation, samples: int)
             return optax.apply_updates(weights, changes), moments
 
         weights, moments = jax.lax.fori_loop(0, num_updates, update, (weights, moments))
-        reused = prompts.size * samples - jnp.sum(WIDTH - rollouts.cached[:, 0])  # samples share their prompt's K/V
+        reused = prompts.size * samples - jnp.sum(WIDTH - rollouts.cached[:, 0])  # the samples share their prompt's K/V
         return (weights, moments, cache), Report(reward.mean(), rollouts.lengths.mean(), reused)
 
     return jax.jit(step, donate_argnums=0)
@@ -152,7 +153,7 @@ def run(num_steps: int, samples: int = 8, seed: int = 0) -> list[Report]:
 
 @picture
 def plot(reports: list[Report], path: pathlib.Path) -> None:
-    """Draws rewards and lengths by step."""
+    """Draws rewards and lengths against the steps."""
     figure = new_figure(7, 4.6)
     lines = (("reward", "mean reward", VIOLET), ("length", "tokens of a completion", AMBER))
     for ax, (name, label, colour) in zip(figure.subplots(2, sharex=True), lines, strict=True):

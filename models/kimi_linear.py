@@ -118,7 +118,7 @@ def _select(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`."""
-    check_fixed(hf, mla_use_nope=True)  # with positions no checkpoint has been released
+    check_fixed(hf, mla_use_nope=True)  # no checkpoint with positions has been released
     check_fixed(hf, mla_use_output_gate=False, attn_res_block_size=0, use_grouped_topk=True, moe_layer_freq=1)
     check_fixed(hf, moe_router_activation_func="sigmoid")
     names = {"name": "block_sparse_moe", "matrices": ("w1", "w3", "w2")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program in a separate process with limits of time and memory, for work on the data of clients."""
+"""Runs a program in a separate process with limits on time and memory, for work on data from clients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LimitedProcess:
 
     def _start(self) -> dict[str, Any]:
         pipe = subprocess.PIPE
-        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each thread of numpy would take memory
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # more threads of numpy would take more memory
         self.process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env)
         self._end = weakref.finalize(self, _end, self.process)
         return self._answer(self._first)
@@ -86,7 +86,7 @@ class LimitedProcess:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
-        except KeyboardInterrupt:  # or the next request would get this answer
+        except KeyboardInterrupt:  # otherwise the next request would get this answer
             self._end()
             raise
         if not answer:

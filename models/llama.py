@@ -55,7 +55,7 @@ def _write(config: Any) -> dict[str, Any]:
 
 
 def _layers(hf: Mapping[str, Any], kind: str, full: LayerConfig) -> tuple[Mixer, ...]:
-    """All layers. A layer with a window differs from `full` by it alone."""
+    """All layers. A layer with a window differs from `full` only by its window."""
     slides = {"llama": False, "mistral": True}.get(kind, flag(hf, "use_sliding_window"))
     if not slides or hf.get("sliding_window") is None:
         return read_layers(hf, {FULL: full}, lambda layer_index: FULL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of models from checkpoints, and saving in folders in Hugging Face format."""
+"""Loads models from checkpoints, and saves them in folders in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def load(
     A config may say that the output matrix is the embedding (`tie_word_embeddings`). If the file has a different
     output matrix, the model is loaded with it. Each process compares the whole matrix.
 
-    A tensor without a parameter is an error, with two exceptions: frequencies, which follow from the config, and parts
-    without support, such as towers and layers for predicting a later token.
+    A tensor without a parameter is an error, with two exceptions: frequencies, which follow from the config, and
+    unsupported parts, such as towers and layers for multi-token prediction.
 
     Args:
       checkpoint: a folder in Hugging Face format, or a .gguf file of a Llama, Qwen2, Qwen3 or Gemma 3 (extra `gguf`).
         The folder has config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json and
         generation_config.json, which adds to the eos_token_id of config.json.
-      dtype: dtype for the weights; None keeps the stored dtype, or takes float32 if the weights are quantised. Rates
-        of decay and the bias for choosing experts are always float32.
+      dtype: dtype for the weights; None keeps the stored dtype, or takes float32 if the weights are quantised. Decay
+        rates and the bias for choosing experts are always float32.
       scan: whether to scan layers with equal patterns, for fast compiles (see `scanned`).
       mesh: devices to divide the weights among (`placement.py`); each process reads the parts for its own devices.
         None loads all weights on a single device. Only models with attention and an MLP can be divided.
       heads: name of the mesh's axis for heads, as for `kvjax.Cache.create`.
-      context: name of a second axis, which divides the weights further where it can; None disables it.
+      context: name of a second axis, which divides the weights further if possible; None disables it.
 
     Returns:
       The model, and the `tokenizers.Tokenizer` or None if the checkpoint has none.
@@ -168,7 +168,8 @@ def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]
 def _config(source: Any, tensors: Mapping[str, Tensor]) -> ModelConfig:
     """Reads the config of a checkpoint, and checks that each of its layers has tensors.
 
-    The tokens to end a text come from generation_config.json too: models for chats have more than in config.json.
+    The tokens that end a text also come from generation_config.json, which has more of them than config.json in chat
+    models.
     """
     fields = source.fields(CONFIG)
     generation = source.fields(GENERATION)
@@ -202,7 +203,7 @@ def _read_parameter(tensors: Mapping[str, Tensor], path: tuple, leaf: Any, index
 
 
 def _stored_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:
-    """The dtype of the first tensor of floats. An unusual folder with several dtypes is converted to this dtype."""
+    """The dtype of the first tensor of floats. If a folder has several dtypes, all are converted to this dtype."""
     for name, tensor in tensors.items():
         if tensor.dtype in FLOATS and not name.endswith(_ALWAYS_FLOAT32):
             return jax.dtypes.canonicalize_dtype(FLOATS[tensor.dtype])
@@ -253,9 +254,9 @@ def _check_tensors(
 
 
 def _has_frequencies(name: str, tensor: Tensor, config: ModelConfig) -> bool:
-    """Whether a tensor has the frequencies of its layer's rope, or of any layer's if its name has no layer.
+    """Whether a tensor has the frequencies of its layer's rope, or, if its name has no layer, of any layer's rope.
 
-    Old checkpoints carry frequencies, perhaps from before the rope stretches them.
+    Old checkpoints contain frequencies, perhaps without the stretching of the rope.
     """
     layer = _LAYER.match(name)
     rotations = config.rotations
@@ -276,7 +277,7 @@ def _has_frequencies(name: str, tensor: Tensor, config: ModelConfig) -> bool:
 
 
 def _is_left_out(name: str, tensors: Mapping[str, Tensor], config: ModelConfig, has_towers: bool) -> bool:
-    """Whether the model has a reason to leave out a tensor of its checkpoint."""
+    """Whether the model may ignore a tensor of its checkpoint."""
     if name == _HEAD:  # `_is_tied` found it to be a copy
         return True
     layer = _LAYER.match(name)
@@ -285,6 +286,6 @@ def _is_left_out(name: str, tensors: Mapping[str, Tensor], config: ModelConfig, 
         return _REUSED.fullmatch(name) is not None and config.layers[int(layer[1])].reuses is not None
     if layer is not None:
         joining = f"{layer[0]}eh_proj.weight"
-    if joining in tensors:  # joins stream and embedding for layers that predict a later token
+    if joining in tensors:  # joins stream and embedding for multi-token prediction
         return tensors[joining].shape == (config.hidden_size, 2 * config.hidden_size)
     return has_towers and _TOWERS.match(name) is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a server: weights and steps take a part of a budget, and the cache takes the rest."""
+"""Divides the memory of a server: weights and steps take a part of the budget, and the cache takes the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.spec import Kind
 from . import commands
 from .decoder import Decoder
 
-_VALUES = 12  # arrays of the widest layer's size in a step at a time, by measurement on a CPU
+_VALUES = 12  # arrays of the widest layer's size that a step has at a time, measured on a CPU
 _TOKEN_BYTES = 16  # the scheduler's bytes for each token of a request
 _LIKELY_BYTES = 8  # further bytes for each of the likeliest tokens in its place
 _SLOTS = 4  # the scheduler's requests for each row

@@ -13,7 +13,7 @@ from flax import nnx
 class RMSNorm(nnx.Module):
     """Scales the last axis to a mean square of 1, in float32, and by weights unless `weights` is False.
 
-    `config` is the `ModelConfig`. A norm unlike the model's others gets a copy with other fields.
+    `config` is the `ModelConfig`. A norm that differs from the model's other norms gets a copy with other fields.
     """
 
     def __init__(self, width: int, config: Any, dtype, weights: bool = True):

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of OpenAI's HTTP API, read as data for an engine, and errors about wrong fields.
-
-`SERVED`, `HARMLESS` and `REFUSED` name the fields of OpenAI's API and of vLLM's, which has more. `fields_of` returns
-the fields of an endpoint. The server ignores a field which the endpoint has in neither API.
-"""
+"""Requests of OpenAI's HTTP API, read as data for an engine, and errors about wrong fields."""
 
 from __future__ import annotations
 
@@ -19,11 +15,8 @@ import numpy as np
 import kvjax
 from kvjax.serving.penalties import MAX_REPETITION, MIN_REPETITION
 
-COMPLETIONS = "/v1/completions"
-CHATS = "/v1/chat/completions"
-TOKENIZE = "/tokenize"
-DETOKENIZE = "/detokenize"
-RESPONSES = "/v1/responses"  # `openai_responses` has its fields
+from .openai_fields import CHATS, COMPLETIONS, fields_of
+
 MAX_INT = 2**30
 MAX_STOP = 4  # stop strings
 MAX_STOP_CHARACTERS = 1024
@@ -34,140 +27,6 @@ OWN_SALTS = "kvjax-"  # clients may not choose salts with this beginning
 # Fields of generation_config.json which are defaults of requests.
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 NO_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({})
-
-SERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "add_special_tokens",
-        "best_of",
-        "cache_salt",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "echo",
-        "frequency_penalty",
-        "guided_choice",
-        "guided_json",
-        "guided_json_object",
-        "guided_regex",
-        "ignore_eos",
-        "logit_bias",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
-        "min_p",
-        "min_tokens",
-        "model",
-        "n",
-        "parallel_tool_calls",
-        "presence_penalty",
-        "priority",
-        "prompt",
-        "prompt_logprobs",
-        "repetition_penalty",
-        "response_format",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "stream",
-        "stream_options",
-        "structured_outputs",
-        "temperature",
-        "tool_choice",
-        "tools",
-        "top_k",
-        "top_logprobs",
-        "top_p",
-    }
-)
-# The server ignores these: without an effect of fields of `REFUSED`, no answer depends on them.
-HARMLESS = frozenset(
-    {
-        "media_io_kwargs",
-        "metadata",
-        "mm_processor_kwargs",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "spaces_between_special_tokens",
-        "store",
-        "user",
-    }
-)
-# Answers would depend on these. Each field has its harmless values, which leave answers as they are, as null does.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_decoding_backend": ("auto",),
-    "guided_grammar": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
-    "repetition_detection": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "structural_tag": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
-
-# Fields of `SERVED` which an endpoint refuses, with their harmless values, ignores, or does not have.
-_REFUSED_BY: dict[str, dict[str, tuple[Any, ...]]] = {
-    COMPLETIONS: {
-        "add_generation_prompt": (True,),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-    },
-    CHATS: {"echo": (False,)},
-}
-_IGNORED_BY = {COMPLETIONS: frozenset({"parallel_tool_calls"}), CHATS: frozenset[str]()}
-_LACKS = {COMPLETIONS: {"messages", "top_logprobs"}, CHATS: {"prompt"}}
-_TEMPLATE_FIELDS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "messages",
-        "tools",
-    }
-)
-
-
-def fields_of(endpoint: str) -> tuple[frozenset[str], frozenset[str], dict[str, tuple[Any, ...]]]:
-    """The served, the ignored and the refused fields of an endpoint. Refused fields have their harmless values."""
-    if endpoint == DETOKENIZE:
-        return frozenset({"model", "tokens"}), frozenset(), {}
-    if endpoint == TOKENIZE:
-        served = _TEMPLATE_FIELDS | {"add_special_tokens", "model", "prompt", "return_token_strs"}
-        ignored = HARMLESS & {"media_io_kwargs", "mm_processor_kwargs"}
-        return served, ignored, {"chat_template": REFUSED["chat_template"]}
-    refused = _REFUSED_BY[endpoint]
-    ignored = _IGNORED_BY[endpoint]
-    return SERVED - refused.keys() - ignored - _LACKS[endpoint], HARMLESS | ignored, REFUSED | refused
 
 
 class ApiError(Exception):
@@ -190,7 +49,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON."""
+        """The response's body, as JSON data."""
         return {"error": self._fields}
 
 
@@ -200,7 +59,7 @@ def refuse(name: str, got: Any, wanted: str, param: str | None = None) -> ApiErr
 
 
 def busy(message: str) -> ApiError:
-    """The error for a request if the server has no room for it yet."""
+    """The error for a request while the server has no room for it."""
     headers = {"retry-after": str(RETRY_SECONDS)}
     return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
@@ -233,8 +92,8 @@ class Tools:
 
     Attributes:
       definitions: The tools for the chat template.
-      choice: With "auto" the model decides on calls, with "none" the answer has no call, with "required" it has calls
-        only, and with "named" it is a call of a named tool.
+      choice: With "auto" the model decides on calls. With "none" the answer has no call. With "required" it has only
+        calls. With "named" it is a call of the named tool.
       is_parallel: Whether an answer may have several calls.
       named: The name of the tool to call. None leaves the tool to the model.
       strict: Names of tools with strict schemas, which the arguments of calls have to satisfy.
@@ -343,7 +202,7 @@ class Fields:
         return default if value is None else value
 
     def checked(self, name: str, default: Any, wanted: str, is_wanted: Callable[[Any], bool]) -> Any:
-        """A field, or the default if it is absent. Refuses a field unless `is_wanted` is true of its value."""
+        """A field, or the default if it is absent. Refuses the value unless `is_wanted` accepts it."""
         value = self.get(name)
         if value is not None and not is_wanted(value):
             raise refuse(name, value, wanted)
@@ -395,7 +254,7 @@ def read_params(
     check_refused(fields, fields_of(CHATS if is_chat else COMPLETIONS)[2])
     echoes = fields.flag("echo") and not is_chat
     prompt_logprobs = _prompt_logprobs(fields, limits)
-    min_tokens = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens is no use by itself
+    min_tokens = 0 if echoes or prompt_logprobs is not None else 1  # an answer without tokens would be useless
     default_max_tokens = defaults.get("max_new_tokens")
     max_tokens = fields.integer("max_tokens", None if is_chat or default_max_tokens else 16, min_tokens)
     max_tokens = fields.integer("max_completion_tokens", max_tokens, min_tokens)
@@ -426,7 +285,7 @@ def read_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ApiError: if a request may not have the value of a field.
 
-    Source: vLLM, which takes the same fields, and also if `do_sample` is false.
+    Source: vLLM, which reads the same fields, even if `do_sample` is false.
     """
     fields = Fields({name: config.get(name) for name in GENERATION_FIELDS})
     _sampling(fields, NO_DEFAULTS)
@@ -590,7 +449,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def is_list(value: Any, kind: type) -> bool:
-    """Whether a value is a list of values of a kind, where true is not 1."""
+    """Whether a value is a list of values of a kind, where true is not a number."""
     return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
 
 

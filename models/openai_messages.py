@@ -54,7 +54,7 @@ def read_tools(fields: Fields) -> Tools:
 
 
 def read_definitions(fields: Fields) -> list[dict[str, Any]]:
-    """Reads the tools for a chat template, without the fields of no use to a model."""
+    """Reads the tools for a chat template, without the fields that are useless to a model."""
     tools = fields.checked("tools", [], "a list of tools", lambda value: is_list(value, dict))
     return [_definition(tool) for tool in tools]
 
@@ -89,8 +89,8 @@ def _check_choice(choice: Any, names: list[str]) -> str | None:
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
     """Reads the messages of a chat. Joins the text of their parts, and turns the arguments of calls into objects.
 
-    A tool's message gets the name of the tool whose call it answers. If a model has made a mistake, and arguments are
-    no object, they stay text, and the conversation goes on.
+    A tool's message gets the name of the tool whose call it answers. If a model has made a mistake and arguments are
+    not an object, they stay text, and the conversation continues.
     """
     messages = fields.get("messages")
     if not is_list(messages, dict) or not messages:

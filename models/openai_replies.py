@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of OpenAI's HTTP API, as data: whole responses, and the events of streams."""
+"""Makes responses of OpenAI's HTTP API, as data: whole responses, and the events of streams."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ class Usage:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    drafted: int = 0  # verified drafts
+    accepted: int = 0
 
     def body(self, *, shows_cached: bool = True) -> dict[str, Any]:
-        """The JSON."""
-        details = {"prompt_tokens_details": {"cached_tokens": self.cached}} if shows_cached else {}
+        """The response's body, as JSON data."""
+        details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": self.cached}} if shows_cached else {}
+        if self.drafted:
+            details["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
+            }
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -53,7 +60,7 @@ class ResponseFormat:
         Args:
           model: The model's name.
           params: The parameters of the request.
-          decode: Decodes tokens, and gives special tokens a text too.
+          decode: Decodes tokens, including the text of special tokens.
           is_chat: Whether the response is to a chat, not to a completion.
           shows_cached: Whether the usage has the number of cached tokens.
           make_parser: Makes the parser of an answer with calls, and takes whether it is early. None disables parsing.
@@ -247,7 +254,7 @@ def _new_call(name: str) -> dict[str, Any]:
 
 
 def _finish(parser: Parser, finish: str | None) -> str | None:
-    """The reason for the end of an answer: `tool_calls` if its calls are whole and the answer was not cut short."""
+    """The finish reason of an answer: `tool_calls` if its calls are whole and the answer was not cut short."""
     return "tool_calls" if finish == "stop" and parser.num_calls and not parser.is_unfinished else finish
 
 

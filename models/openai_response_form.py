@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of OpenAI's Responses API, as data: a whole response, or the events of a stream.
 
-An answer is a list of output items. The same class makes them for both, and so the last event of a stream has the
+An answer is a list of output items. The same class makes the items for both, so the last event of a stream has the
 whole response.
 """
 
@@ -207,12 +207,12 @@ class _Text:
         self._logprobs = list[Any]()
 
     def begin(self) -> Iterator[Event]:
-        """The events of the empty item."""
+        """The events that open a message without text."""
         yield _added(self._index, {"id": self._id, **self._fields, "status": "in_progress", "content": []})
         yield {"type": "response.content_part.added", **self._place, "part": self._part()}
 
     def add(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
-        """The event of more text."""
+        """The event that adds text."""
         self._texts.append(text)
         self._logprobs += logprobs
         if text:
@@ -259,11 +259,11 @@ class _Call:
         return self._is_json and self._scanner.is_done
 
     def begin(self) -> Iterator[Event]:
-        """The event of the call without arguments."""
+        """The event that opens a call without arguments."""
         yield _added(self._index, self.body("in_progress"))
 
     def add(self, text: str) -> Iterator[Event]:
-        """The event of more arguments."""
+        """The event that adds to the arguments."""
         self._texts.append(text)
         for _, characters in units(text, self._scanner):
             self._is_json = self._is_json and self._scanner.add(characters)

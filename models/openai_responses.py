@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .openai_api import CHATS, COMPLETIONS, HARMLESS, ApiError, Fields, check_refused, fields_of, is_list, refuse
+from .openai_api import ApiError, Fields, check_refused, is_list, refuse
+from .openai_fields import CHATS, COMPLETIONS, HARMLESS, fields_of
 
 # Fields with the same meaning in chats.
 _CHAT_FIELDS = frozenset(
@@ -77,10 +78,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     }.items()
     if name not in SERVED
 }
-FIELDS = SERVED, IGNORED, REFUSED  # `openai_api.fields_of` returns the same of other endpoints
+FIELDS = SERVED, IGNORED, REFUSED  # `openai_fields.fields_of` returns the same for other endpoints
 
 _LOGPROBS = "message.output_text.logprobs"
-# Values of `include`. All but the log-probabilities have no effect, because no answer has such items.
+# Values of `include`. Except for the log-probabilities they have no effect, because no answer has such items.
 _INCLUDED = frozenset(
     {
         _LOGPROBS,
@@ -166,7 +167,7 @@ def _is_harmless_to_cache(options: Any) -> bool:
 
 
 def _check_reasoning(fields: Fields) -> None:
-    """Refuses values with an effect on answers. Clients set an effort in `chat_template_kwargs`, for the template."""
+    """Refuses values that would affect answers. Clients set an effort for the template in `chat_template_kwargs`."""
     reasoning = fields.checked("reasoning", {}, "an object", lambda value: isinstance(value, dict))
     for name, harmless_values in _REASONING.items():
         if reasoning.get(name) is not None and reasoning[name] not in harmless_values:
@@ -236,7 +237,7 @@ def _stage(message: Mapping[str, Any]) -> int:
 
 
 def _read_item(item: dict[str, Any]) -> dict[str, Any] | None:
-    """The message of an item, or None if a model learns nothing from it."""
+    """The message of an item, or None if it tells a model nothing."""
     match item.get("type", "message"):
         case "message":
             role = item.get("role")

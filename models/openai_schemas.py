@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats for answers in OpenAI's HTTP API and in vLLM's: schemas, patterns and choices."""
+"""Reads the formats for answers in OpenAI's HTTP API and in vLLM's: schemas, patterns and choices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_grammar(fields: Fields, format_name: str = FIELDS[0]) -> Grammar | None
 
 
 def check_params(params: GenerationParams) -> None:
-    """Refuses a grammar together with fields about the end of an answer: the grammar decides on its end."""
+    """Refuses a grammar together with fields about the end of an answer, because the grammar decides where it ends."""
     if params.grammar is not None and params.ignores_eos:
         raise refuse("ignore_eos", True, f"false with {params.grammar.field}")
     if params.grammar is not None and params.sampling.min_tokens > 0:
@@ -148,5 +148,5 @@ def _grammar(kind: Any, value: Any, name: str, place: str | None = None) -> Gram
 
 
 def _field(name: str) -> str:
-    """The field of the request which a place is in."""
+    """The field of the request which contains a place."""
     return Grammar("schema", "", name).field

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax NNX decoders of Tunix and of jax-ml/bonsai as models: their own modules, with K/V in the pools.
+"""Uses Flax NNX decoders of Tunix and of jax-ml/bonsai as models: their own modules, with K/V in the pools.
 
 A decoder passes its `cache` argument on to the attention of each layer. `paged` turns the decoder into a model. Each
-call of the model merges a module of its own, in which
+call of the model merges a new module, in which
 
     module.layers[i].attn   projects and rotates by the layer's own weights, then writes and attends through the cache
     module.final_norm       takes only the positions in `last`, so logits are computed for no others
 
-The class and the caller's module stay as they are, so a trainer may trace the same class at the same time. Supported
+The class and the caller's module do not change, so a trainer may trace the same class at the same time. Supported
 kinds of attention:
 
     Qwen3, Llama 3 of Tunix    block(x, segment_pos, cache, attn_mask): q_proj, k_proj, v_proj, o_proj, q_norm, k_norm
@@ -129,7 +129,7 @@ def paged(module: nnx.Module) -> PagedModel:
 
 
 class Decoder:
-    """A module without its arrays. It equals itself alone, because NNX's graph may have no hash."""
+    """A module without its arrays. It equals only itself, because NNX's graph may have no hash."""
 
     def __init__(self, graph: Any, tree: Any, has_positions: bool):
         self.graph = graph
@@ -141,7 +141,7 @@ class Decoder:
         module: Any = nnx.merge(self.graph, jax.tree.unflatten(self.tree, arrays))
         for layer in module.layers:
             layer.attn = (_Attention if self.has_positions else _AttentionOfBonsai)(layer.attn)
-            # Rematerialisation saves memory for gradients alone, and would trace the layer apart from the cache.
+            # Rematerialisation only saves memory for gradients, and would trace the layer separately from the cache.
             if hasattr(getattr(layer, "config", None), "remat_config"):
                 layer.config = dataclasses.replace(layer.config, remat_config=None)
         if last is not None:  # i32[n]: a position of each row, or any n positions of a flat batch
@@ -208,7 +208,7 @@ _LIBRARY_PREFIXES = ("_pytree_", "_object_", "qwix_", "disable_quant_")  # attri
 
 
 def _form_of(attention: Any, name: str) -> _Form:
-    """The form of an attention. Attributes outside the form, such as a soft cap, are refused and not ignored."""
+    """The form of an attention. Attributes outside the form, such as a soft cap, are refused, not ignored."""
     names = {name for name, value in vars(attention).items() if value is not None}
     names = {name for name in names if not name.startswith(_LIBRARY_PREFIXES)}
     forms = [form for form in _FORMS if form.weights <= names]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of the decoder's weights on several devices: attention is divided by heads, the MLP by its inner width.
+"""Places the decoder's weights on several devices. Attention is divided by heads, and the MLP by its inner width.
 
-A device has whole heads, so attention needs no other device. Each layer adds up its devices' results twice, after
+A device has whole heads, so attention needs no communication. Each layer sums the results of its devices twice, after
 `o_proj` and after `down_proj`. The vocabulary's matrices are divided by tokens. If the cache's blocks are divided too
 (`context`), weights are divided over both axes, and a layer gathers its queries, keys and values over `context`.
 """
@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The first pattern found in a parameter's path tells its axis to divide, and whether the axis must be divisible. A
-# parameter without a match is whole on every device, as is a vocabulary of an indivisible size.
+# The first pattern found in a parameter's path determines the axis to divide, and whether the axis must be divisible. A
+# parameter without a match is whole on every device, and so is a vocabulary of an indivisible size.
 DIVIDED = (
     (r"\.(q|k|v|gate|up)_proj\.kernel$", 1, True),
     (r"\.(q|k|v|gate|up)_proj\.bias$", 0, True),
@@ -84,14 +84,14 @@ def placed(
 def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     """Lets XLA place the inner values of a model's call, even if the axes of the mesh in context are Explicit.
 
-    Otherwise each product of divided matrices would have to say where its result lies.
+    Otherwise each product of divided matrices would have to specify the placement of its result.
     """
 
     @functools.wraps(call)
     def call_placed(model: Any, tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array | None = None) -> Any:
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             return call(model, tokens, pools, view, last=last)
-        # The logits come out divided like the vocabulary, so that they are gathered and not the matrix.
+        # The logits are divided like the vocabulary, so the logits are gathered instead of the matrix.
         matrix, axis = model.vocabulary()
         divided = P(*[None] * (tokens.ndim if last is None else 1), jax.typeof(matrix).sharding.spec[axis])
         specs = divided, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, pools)

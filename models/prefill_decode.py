@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode in two servers: the first computes prompts and writes their blocks to a store, the second answers.
+"""Prefill and decode in two servers: one computes prompts and writes their blocks to a store, the other answers them.
 
     python -m models.serve --checkpoint DIR --port 8001 --store STORE --store-sync        # prefill: asked for one token
     python -m models.serve --checkpoint DIR --port 8002 --store STORE --store-readonly    # decode: started second
 
 The first server answers once the blocks of a prompt are in the store. The second server computes only the tokens after
-the prompt's last whole block. On a single machine, the store is a folder in /dev/shm, which is memory. For several
-machines it is a folder in a network's file system. The demo starts both servers, with the bundled model and caches for
-a single prompt, and compares their answers.
+the prompt's last whole block. On a single machine, the store is a folder in /dev/shm, which is in memory. For several
+machines, it is a folder in a network file system. The demo starts both servers, with the bundled model and caches for a
+single prompt, and compares their answers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARED = pathlib.Path("/dev/shm")
 
 
 def prompts() -> list[demo.Question]:
-    """Questions about several documents. Neighbours are about different documents."""
+    """Questions about several documents. Consecutive questions are about different documents."""
     rng = np.random.default_rng(11)
     documents = [recall.make_document(rng, FACTS) for _ in range(DOCUMENTS)]
     by_document = [demo.questions(document, [*document.facts][:: FACTS // QUESTIONS]) for document in documents]
@@ -42,7 +42,7 @@ def prompts() -> list[demo.Question]:
 
 
 def run(store: str, *extra: str) -> None:
-    """Puts all prompts to a server for prefill, then to a server for decode, and prints a table.
+    """Sends all prompts to a server for prefill, then to a server for decode, and prints a table.
 
     Args:
       store: folder of the store.

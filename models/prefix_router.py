@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router for prompts. It mirrors the contents of caches, and picks the cache with most of a prompt."""
+"""A router for prompts. It mirrors the contents of caches, and picks the cache that has the most of a prompt."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,7 +8,7 @@ from kvjax.serving import choose_replica
 
 
 class Router:
-    """Mirrors each cache's contents, and counts the tokens it has sent to each for computing.
+    """Mirrors the contents of each cache, and counts the tokens that it has sent there to be computed.
 
     Args:
       endpoints: {name: (the cache's endpoint for events, its endpoint for a replay of missed events)}.
@@ -21,9 +21,9 @@ class Router:
     def route(
         self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None, *, without: Collection[str] = ()
     ) -> str:
-        """Picks the cache with most of a prompt, and among equals the cache with the fewest tokens sent.
+        """Picks the cache that has the most of a prompt, or among equals the cache that was sent the fewest tokens.
 
-        It skips the caches in `without`, and silent caches if others are left.
+        It skips the caches in `without`, and also silent caches if there are others.
         """
         names = [name for name in self.mirrors if name not in without]
         names = [name for name in names if not self.mirrors[name].is_silent] or names

@@ -5,9 +5,9 @@
     question   "where is bob ?"
     answer     "oslo ."
 
-People and places are drawn afresh for every document, so nothing can be learned by heart. An answer is right only if
-attention reads its slots. A prompt is a document with a question after it, so prompts about a document share it as a
-prefix.
+People and places are drawn anew for every document, so a model cannot memorise them. An answer is right only if
+attention reads the right slots. A prompt is a document followed by a question, so prompts about the same document share
+it as a prefix.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def make_batch(
       num_documents: B.
       num_facts: facts in each document.
       num_questions: questions about each document.
-      repeat: whether several questions may be about the same person. Training needs it. Otherwise a model learns to
-        guess among the places without an answer so far, instead of looking.
+      repeat: whether several questions may be about the same person. Training needs this. Otherwise a model learns to
+        guess among the places that were not an answer yet, instead of looking.
 
     Returns:
       Tokens i32[B, T] with T = num_facts * 5 + num_questions * 6, and the positions i32[num_questions] of the question

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cell of layers with a gated delta rule after a short causal convolution.
 
-Each head has a memory, a matrix from keys to values. A token first lets it decay, by a factor for each head
+Each head has a memory, a matrix from keys to values. First, a token lets the memory decay, by a factor for each head
 (Qwen3-Next) or for each channel of the keys (Kimi Linear). Then it replaces a part `beta` of the value under its key by
-its own value. Last it reads the value under its query:
+its own value. Finally it reads the value under its query:
 
     memory = decay * memory
     memory = memory + beta * key (value - key memory)
     output = query memory
 
-A cell carries the states of a row from each part of its tokens to the next: the memory, and the last inputs of the
-convolution. `delta_by_token` computes the rule as written above. `delta_by_chunk` computes the same for a chunk of
-tokens at a time. A token's write depends linearly on the writes before it in the chunk, so the writes are the solution
-of a triangular system.
+Between the parts of a row's tokens, a cell carries two states: the memory, and the last inputs of the convolution.
+`delta_by_token` computes the rule as written above. `delta_by_chunk` computes the same for a chunk of tokens at a time.
+A token's write depends linearly on the writes before it in the chunk, so the writes are the solution of a triangular
+system.
 
 Shapes: B rows of C tokens, H heads with keys of width K and values of width V.
 
@@ -108,7 +108,7 @@ class DeltaCell:
         config = self.config
         qkv, conv = convolve(states["conv"], inputs.qkv.astype(jnp.float32), self.filters, count)
         is_token = jnp.arange(qkv.shape[1])[None] < count[:, None]
-        # Padding leaves the memory alone: without decay and beta, nothing fades and nothing is written.
+        # Padding has no decay and no beta, so it does not change the memory.
         qkv = jnp.where(is_token[..., None], qkv, 0)
         decay = jnp.where(is_token[..., None, None], inputs.decay, 0)
         beta = jnp.where(is_token[..., None], inputs.beta, 0)
@@ -140,7 +140,7 @@ class Convolution(nnx.Module):
 
 
 def softplus_decay(step: jax.Array, log_rate: jax.Array) -> jax.Array:
-    """The logarithm of the decay, from steps f32[R, C, H, 1 or K] and the logarithms of H rates."""
+    """Computes the logarithm of the decay from steps f32[R, C, H, 1 or K] and the logarithms of H rates."""
     return -jnp.exp(log_rate).reshape(1, 1, -1, 1) * jax.nn.softplus(step)
 
 
@@ -227,8 +227,8 @@ def _chunk(memory, tokens):
 def _decays_between(decay: jax.Array) -> jax.Array:
     """The decay [B, H, i, j, 1 or K] from token j to token i, 0 if j comes after i, from logarithms [B, H, i, ...].
 
-    The logarithms are added up from each j. A difference of two sums from the chunk's beginning would lose the digits
-    of small decays after large decays.
+    The logarithms are summed separately from each j. A difference of two sums from the chunk's beginning would lose the
+    digits of small decays after large decays.
     """
     order = jnp.arange(decay.shape[2])
     after = (order[:, None] > order[None])[None, None, :, :, None]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: pairs of dimensions are rotated by an angle, which grows with the position.
+"""Rotary position embedding, which rotates pairs of dimensions by angles that grow with the position.
 
 `Rope.from_hf` reads a rope from a config's fields, and `rotary_tables` computes cosines and sines for all layers.
 
 A cache keeps rotated keys, so frequencies must not depend on the sequence. In transformers some ropes change their
-frequencies beyond a length. Here such a rope keeps the frequencies of a single length, and a longer cache is refused.
+frequencies beyond a length. Here such a rope always uses the frequencies of a single length, and a longer cache is
+refused.
 """
 
 from __future__ import annotations
@@ -193,11 +194,11 @@ class Rope:
         return frequency.astype(np.float32)
 
     def _stretched(self, frequency: np.ndarray) -> np.ndarray | float:
-        """The share of each pair in the division by `factor`, from 0 to 1."""
+        """The extent to which each pair's frequency is divided by `factor`, from 0 to 1."""
         original = self.original_max_position_embeddings
         width = 2 * frequency.size
         if self.kind == "llama3":
-            # The more turns within the original context, the more of a frequency is kept.
+            # The more turns a pair makes within the original context, the less its frequency is stretched.
             turns = original * frequency / (2 * np.pi)
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             return 1 - np.clip(kept, 0, 1)
@@ -230,7 +231,8 @@ def read_rope(hf: Mapping[str, Any], kinds: Iterable[str] = _FIELDS, layer_type:
     """Reads the rope of all layers of a config.json, or the rope of `layer_type` where each type has its own.
 
     A file has `rope_parameters`, and an older file `rope_theta` and `rope_scaling`. `partial_rotary_factor` and
-    `original_max_position_embeddings` may be at the file's top, where the latter is preferred, as in transformers.
+    `original_max_position_embeddings` may also be at the top of the file. There, `original_max_position_embeddings`
+    has precedence, as in transformers.
     """
     new = hf.get("rope_parameters")
     old = hf.get("rope_scaling")

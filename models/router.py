@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers publish the contents of their caches, and a router sends each question to the server with most of it cached.
+"""Servers publish the contents of their caches, and a router sends each question to the server with the most of it.
 
-Each cache holds three documents, and there are three documents for each server. If questions are dealt out in turn,
-every server gets questions about all documents, which push each other out of its cache. The servers are `models.serve`,
-each in a process of its own. The router itself is in prefix_router.py.
+Each cache holds three documents, and there are three documents for each server. If the servers get questions in turn,
+every server gets questions about all documents, which evict each other from its cache. Each server is a separate
+process with `models.serve`. The router is in prefix_router.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .server_process import SECONDS, Answer, ServerEnded, ServerProcess
 NAMES = ("one", "two")
 BLOCK = 8
 BLOCKS = 112  # three documents of 30 blocks, with the questions about them
-NEW = 5  # tokens of an answer: with its question it fills a block, but for its last token
+NEW = 5  # tokens of an answer, which fills a block with its question, except for its last token
 LAG = 10.0  # seconds for a mirror to catch up with its cache
 LOSSES = 3  # servers allowed to end over the same prompt
 
@@ -43,7 +43,7 @@ class Fleet:
 
     Args:
       servers: {name: a `ServerProcess`, or an object with its methods on another machine}.
-      curve: keys for reading events; None reads events in clear.
+      curve: keys for reading encrypted events; None reads unencrypted events.
     """
 
     def __init__(self, servers: Mapping[str, Any], curve: Any = None):
@@ -86,12 +86,12 @@ class Fleet:
     def answer(
         self, prompts: Sequence[list[int]], choose: Choice, salt: str | None = None, at_once: int | None = None
     ) -> list[Reply]:
-        """Puts each prompt to a server. If a server ends, another gets its prompt.
+        """Sends each prompt to a server. If a server ends, another server gets its prompt.
 
         Args:
           prompts: token ids.
           choose: the rule for choosing a server.
-          salt: prompts find only blocks cached under the same salt; None is a salt too.
+          salt: prompts find only blocks cached under the same salt, where None counts as a salt.
           at_once: number of prompts to answer at a time; None defaults to the number of servers.
 
         Raises:
@@ -119,10 +119,10 @@ class Fleet:
 
     def _ask(self, name: str, prompt: list[int], salt: str | None) -> Reply:
         mirror = self.router.mirrors[name]
-        # The last token of a prompt is computed in any case.
+        # The last token of a prompt is always computed.
         num_mirrored = min(mirror.lookup(prompt, salt).tokens, len(prompt) - 1)
         answer = self.servers[name].complete(prompt, NEW, salt)
-        # The last whole block is published after all evictions. A late mirror costs reuse alone.
+        # The last whole block is published after all evictions. A late mirror only costs reuse.
         computed = [*prompt, *recall.encode(answer.text)][:-1]
         num_published = len(computed) // BLOCK * BLOCK
         mirror.wait(lambda mirror: mirror.lookup(computed, salt).tokens == num_published, LAG)
@@ -168,7 +168,7 @@ def in_turn(names: Iterable[str]) -> Choice:
 
 
 def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: int | None = None) -> None:
-    """Puts the questions to the servers in turn, then by the router, and prints the tokens reused either way.
+    """Sends the questions to the servers in turn, then by the router, and prints the tokens reused each time.
 
     Raises:
       SystemExit: a server or a mirror failed, the router reuses no more tokens, or too many answers are wrong.
@@ -179,7 +179,7 @@ def play(command: str, fleet: Fleet, pairs: Sequence[demo.Question], at_once: in
     }
     prompts = [prompt for prompt, _ in pairs]
     try:
-        with fleet:  # each way has a salt of its own, so it finds no blocks of the other
+        with fleet:  # each time with another salt, so it finds no blocks of the other
             replies = {way: fleet.answer(prompts, choose, way, at_once) for way, choose in ways.items()}
     except ServerEnded as error:
         raise SystemExit(f"{command} failed: {error}") from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampler for training loops on the host: prompts as lists of tokens, one cache, and weights that change.
+"""A sampler for training loops on the host, with lists of tokens as prompts, a cache, and changing weights.
 
-Each version of the weights has a namespace of its own, so no version finds the K/V of another. Shapes come from the
-caller's limits and not from its prompts, so a batch compiles nothing new if an earlier batch had as many prompts.
+Each version of the weights has its own namespace, so no version finds the K/V of another. Shapes depend on the caller's
+limits, not on the prompts, so a batch compiles nothing new if an earlier batch had the same number of prompts.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Sampler:
       max_length: tokens of a prompt and its completion together.
       block_size: P.
       num_blocks: N; None defaults to enough blocks for max_seqs rows of max_length tokens.
-      max_seqs: S; None defaults to the number of completions in a call, and a call with more begins with an empty
-        cache.
+      max_seqs: S; None defaults to the number of completions in a call, and a call with more completions begins with an
+        empty cache.
       dtype: dtype for the K/V.
       mesh: the devices; None defaults to the default device.
       heads: the axis of the mesh to divide kv heads over; None gives each device all of the cache.
@@ -122,7 +122,7 @@ class Sampler:
 
     @property
     def namespace(self) -> int:
-        """The number of the present version's namespace."""
+        """The number of the namespace of the present weights."""
         return self._names(weights=self.version)
 
     def sample(self, model: Model, prompts: Sequence[np.ndarray], width: int, options: Options) -> Samples:
@@ -225,7 +225,7 @@ class Sampler:
         return self._ready_cache(model, len(prompts)), samples, rows, mask
 
     def _ready_cache(self, model: Model, num_completions: int) -> Cache:
-        """Takes the cache, without blocks of old weights. A missing or too small cache is made anew."""
+        """Takes the cache, without blocks of old weights. Makes a new cache if it is missing or too small."""
         cache, self.cache = self.cache, None
         if cache is not None and self.max_seqs is None and cache.state.spec.max_seqs < num_completions:
             cache = None
@@ -277,7 +277,7 @@ class Sampler:
 
 
 class _Programs:
-    """Jitted functions. They keep a cache on its devices, which XLA would divide otherwise."""
+    """Jitted functions. They keep a cache on its devices, because XLA might otherwise divide it."""
 
     def __init__(self, cache: Cache):
         is_committed = all(leaf.committed for leaf in jax.tree.leaves(cache))
@@ -290,7 +290,7 @@ class _Programs:
 
 
 def group_size(prompts: Sequence[np.ndarray], max_size: int, preferred: int | None = None) -> int:
-    """The size of groups to divide a batch into, so that all prompts in a group are equal.
+    """The size of groups such that all prompts in a group are equal, if the batch is divided into such groups.
 
     For the prompts A A A A B B, the largest size is 2: two groups of A and a group of B.
 

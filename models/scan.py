@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `lax.scan` over layers that repeat, so that the time to compile does not grow with their number.
+"""Runs repeated layers in a `lax.scan`, so the time to compile does not grow with their number.
 
 A model of 14 layers, where every sixth has full attention (F) and the others a window (s):
 
@@ -44,7 +44,7 @@ class Run:
         return range(self.first, self.first + self.period)
 
     def layers(self, phase: int) -> range:
-        """All layers of a phase."""
+        """The layers of a phase, one in each repeat of the pattern."""
         return range(phase, self.end, self.period)
 
 
@@ -66,15 +66,15 @@ class ScanPosition(NamedTuple):
 def longest_run(layers: Sequence[Any], dense: Sequence[int] = ()) -> Run | None:
     """Finds the run of equal layer patterns with the fewest layers left to compile, or None if no pattern repeats.
 
-    A layer with K/V that others reuse is in no run, because `Decoder.dense` hands its K/V to them. Layers in `dense`
-    differ from the others by their MLP.
+    A layer whose K/V other layers reuse is not part of a run, because `Decoder.dense` passes its K/V to them. Layers in
+    `dense` differ from the others by their MLP.
     """
     reused = {layer.reuses for layer in layers}
     keys = ((layer, index in dense, index if index in reused else None) for index, layer in enumerate(layers))
     kinds = {}
     pattern = [kinds.setdefault(key, len(kinds)) for key in keys]
     best_run = None
-    most_saved = 0  # layers that need no compile of their own
+    most_saved = 0  # layers that need not be compiled separately
     for period in range(1, len(pattern) // 2 + 1):
         for first in range(len(pattern) - 2 * period + 1):
             repeats = 1

@@ -2,7 +2,7 @@
 """Serve a checkpoint in Hugging Face format or a GGUF file with OpenAI's HTTP API, through the paged cache.
 
 Completions, chats with the checkpoint's template, responses and models are under /v1. Prometheus reads /metrics, and a
-page at /cache shows the cache. SIGTERM, SIGHUP and Ctrl-C end the server after a few seconds for open answers.
+page at /cache shows the cache. SIGTERM, SIGHUP and Ctrl-C end the server, after a few seconds for open answers.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def make_parser() -> commands.Parser:
     generation = "auto takes the defaults of requests from generation_config.json (default: %(default)s)"
     parser.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=generation)
     session.add_mesh(parser)
+    session.add_speculation(parser)
     commands.add_scan(parser)
     commands.add_compile_cache(parser)
     stores.add_store(parser)
@@ -200,7 +201,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
             max_open=args.max_open,
             timeout=args.timeout,
             shows_cached=not args.hide_cached_tokens,
-            # The engine begins to write after a turn, and returns its state between two turns.
+            # The engine starts writing after a turn, and returns its state between two turns.
             before_end=(lambda: (engine.state, store.flush())) if store and args.store_sync else None,
             schemas=schemas,
             tool_format=tool_format,
@@ -213,7 +214,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
     """Loads the chat template. None means the checkpoint has none.
 
-    With a fault in the checkpoint's template, chats are refused. With a fault in --chat-template, the command ends.
+    If the checkpoint's template has a fault, chats are refused. If --chat-template has a fault, the command ends.
     """
     try:
         template = chat.load_template(args.checkpoint, args.chat_template)
@@ -254,7 +255,7 @@ def _spec(parser: commands.Parser, args: argparse.Namespace, model: Any, where: 
         spec = memory.fitting(parser, args, model, min(args.max_length or DEFAULT_LENGTH, positions), where)
     session.set_length(parser, args, model, DEFAULT_LENGTH)
     spec = spec or session.make_spec(parser, args, model)
-    if spec.max_length > args.max_length:  # the budget has no space for so long a row
+    if spec.max_length > args.max_length:  # the budget has no space for such a long row
         spec = memory.fitting(parser, args, model, args.max_length, where)
     session.check_memory(parser, args, model, spec)
     return spec
@@ -282,6 +283,7 @@ def _engine(
             names=names,
             listener=listener,
             logits_fn=schemas.logits_fn if has_schemas else penalize,
+            drafter=session.make_drafter(args),
         )
         engine = Engine(
             model,
@@ -313,7 +315,7 @@ def _bound(parser: commands.Parser, args: argparse.Namespace) -> socket.socket:
 
 
 class _Signals:
-    """The handling of SIGTERM, SIGHUP and Ctrl-C while the command runs. A second Ctrl-C interrupts the end."""
+    """Handles SIGTERM, SIGHUP and Ctrl-C while the command runs. A second Ctrl-C interrupts the shutdown."""
 
     server: Any = None  # ends by itself after a signal; None until there is a server
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's HTTP API of an engine: completions, chats, responses and models, as a Starlette application.
 
-When a client leaves, its request is cancelled, with a stream and without.
+When a client leaves, its request is cancelled, whether it is a stream or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import kvjax
 from kvjax import serving
 from kvjax.serving import Engine, EngineError, Handle, Penalties, QueueFull
 
-from . import openai_api, openai_messages, openai_responses, openai_schemas
+from . import openai_api, openai_fields, openai_messages, openai_responses, openai_schemas
 from .answers import Failed
 from .openai_api import ApiError, Fields, GenerationParams, Grammar, Tools, busy
 from .openai_replies import ResponseFormat
@@ -51,8 +51,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-SHORT = 10_000  # bytes: to encode a shorter text takes less time than to start another thread
-READERS = 2  # threads that read bodies: to encode a long body takes about 100 MB
+SHORT = 10_000  # bytes; encoding a shorter text takes less time than starting another thread
+READERS = 2  # threads that read bodies; encoding a long body takes about 100 MB
 GONE = 499  # the status after a client has left; nobody receives it
 # {an argument of `Engine.submit`: the field of a request for it}
 _PARAMS = {
@@ -63,11 +63,11 @@ _PARAMS = {
     "prompt_logprobs_from": "prompt_logprobs",
 }
 # {an endpoint: the field of a request's prompt}, and {an endpoint: the form of its response}.
-_PROMPTS = {openai_api.COMPLETIONS: "prompt", openai_api.CHATS: "messages", openai_api.RESPONSES: "input"}
+_PROMPTS = {openai_fields.COMPLETIONS: "prompt", openai_fields.CHATS: "messages", openai_fields.RESPONSES: "input"}
 _FORMS = {
-    openai_api.COMPLETIONS: functools.partial(ResponseFormat, is_chat=False),
-    openai_api.CHATS: functools.partial(ResponseFormat, is_chat=True),
-    openai_api.RESPONSES: ResponsesFormat,
+    openai_fields.COMPLETIONS: functools.partial(ResponseFormat, is_chat=False),
+    openai_fields.CHATS: functools.partial(ResponseFormat, is_chat=True),
+    openai_fields.RESPONSES: ResponsesFormat,
 }
 
 
@@ -88,7 +88,7 @@ class Api:
         served = self._served
         read = functools.partial(self._read, endpoint=endpoint)
         async with self._body(request) as body:
-            params, prompts = await self._read_aside(read, body, is_short=endpoint == openai_api.COMPLETIONS)
+            params, prompts = await self._read_aside(read, body, is_short=endpoint == openai_fields.COMPLETIONS)
         params.salt = served.keys.salt(_key_of(request), params.salt)
         slot = None
         if params.grammar is not None:
@@ -116,7 +116,7 @@ class Api:
 
         if params.is_streaming:
             stream = events(active, form, request.state.request_id)
-            return Events(stream, close, has_types=endpoint == openai_api.RESPONSES)
+            return Events(stream, close, has_types=endpoint == openai_fields.RESPONSES)
         try:
             response = await while_connected(request.receive, complete_response(active, form))
         finally:
@@ -164,8 +164,8 @@ class Api:
     def _read(self, body: bytearray, *, endpoint: str) -> tuple[GenerationParams, list[list[int]]]:
         """Returns the parameters of a body, and the token ids of its prompts."""
         fields = self._fields(body)
-        if endpoint != openai_api.RESPONSES:
-            return self._read_fields(fields, is_chat=endpoint == openai_api.CHATS)
+        if endpoint != openai_fields.RESPONSES:
+            return self._read_fields(fields, is_chat=endpoint == openai_fields.CHATS)
         has_schemas = not isinstance(self._served.schemas, str)
         chat, repeated = openai_responses.read_request(fields, has_schemas=has_schemas)
         with openai_responses.own_names():
@@ -228,7 +228,7 @@ class Api:
     def _tokenized(self, body: bytearray) -> dict[str, Any]:
         served = self._served
         fields = self._fields(body)
-        openai_api.check_refused(fields, openai_api.fields_of(openai_api.TOKENIZE)[2])
+        openai_api.check_refused(fields, openai_fields.fields_of(openai_fields.TOKENIZE)[2])
         if served.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer", "prompt")
         if fields.get("messages") is None:
@@ -418,8 +418,8 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
     no_keys = Keys()
     endpoints: list[tuple[str, str, Endpoint, Keys]] = [
         *(("POST", path, functools.partial(api.answer, endpoint=path), keys) for path in _FORMS),
-        ("POST", openai_api.TOKENIZE, api.tokenize, keys),
-        ("POST", openai_api.DETOKENIZE, api.detokenize, keys),
+        ("POST", openai_fields.TOKENIZE, api.tokenize, keys),
+        ("POST", openai_fields.DETOKENIZE, api.detokenize, keys),
         ("GET", "/v1/models", api.models, keys),
         ("GET", "/v1/models/{name:path}", api.model, keys),
         ("GET", "/cache", api.cache, keys),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of a server: uvicorn's, with limits on requests, open connections and unread answers."""
+"""The connections of a server: uvicorn's, with limits on requests, open connections and unread answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
 HEADER_BYTES = 64 << 10  # limit before the body, and between two parts of the body
-MIN_READ = 64 << 10  # bytes for a client to read in `read_seconds`, unless it has read all
+MIN_READ = 64 << 10  # bytes that a client must read in `read_seconds`, unless it has read all
 REQUEST_ID = "x-request-id"
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 WRITE_SECONDS = 5  # time for clients to read their last bytes when the server ends
@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
             self._request_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses bytes without the form of HTTP."""
+        """Refuses bytes that are not HTTP."""
         self._refuse(400, "the request is not valid HTTP")
 
     def _refuse_headers(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request in progress: its choices as the engine makes them, its response, and its end if the client leaves."""
+"""A request in progress: collects its choices, makes its response, and ends it if the client leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Served:
     tool_format: type[Parser] | None = None  # the format of tool calls in chats; None refuses tools
 
     def encode(self, text: str, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes the text of a field, while other threads run on.
+        """Encodes the text of a field, while other threads continue to run.
 
         Raises:
           ApiError: if the text is longer than a row of the longest tokens, with a space between each two.
@@ -160,18 +160,21 @@ class ActiveRequest:
 
     @property
     def usage(self) -> Usage:
-        """The tokens until now."""
+        """The number of tokens used so far."""
         num_cached = sum(handle.output.cached_tokens for handle in self._first_samples)
-        return Usage(self._num_prompt_tokens, sum(self._num_tokens), num_cached)
+        outputs = [handle.output for handle in self._handles]
+        num_drafted = sum(output.drafted_tokens for output in outputs)
+        num_accepted = sum(output.accepted_tokens for output in outputs)
+        return Usage(self._num_prompt_tokens, sum(self._num_tokens), num_cached, num_drafted, num_accepted)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """Yields the pieces of all choices as they come, each with the index of its choice."""
+        """Yields the pieces of all choices as they arrive, each with the index of its choice."""
         async with contextlib.aclosing(merge(self._streams)) as merged:
             async for index, piece in merged:
                 await self._note_piece(index, piece)
                 if self._params.echoes:
                     prompt = self._echoed[index]
-                    if prompt is None:  # the engine has scored it before the answer begins
+                    if prompt is None:  # the engine scores the prompt before the answer begins
                         prompt = await self._echo(index)
                         yield index, prompt
                     piece = after_prompt(piece, prompt)
@@ -217,8 +220,8 @@ class ActiveRequest:
 
 
 async def merge(streams: list[AsyncGenerator[Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
-    """Yields the pieces of all streams as they come, each with the index of its stream."""
-    if len(streams) == 1:  # without the queue's delay
+    """Yields the pieces of all streams as they arrive, each with the index of its stream."""
+    if len(streams) == 1:  # avoids the delay of the queue
         async with contextlib.aclosing(streams[0]) as stream:
             async for piece in stream:
                 yield 0, piece

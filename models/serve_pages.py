@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 from .answers import Decode, Piece
 
-PATIENCE = 30.0  # seconds for an engine to answer, unless something is wrong
+PATIENCE = 30.0  # seconds within which an engine answers, unless something is wrong
 STALE = 0.1  # seconds for which a copy of the state is new enough
 _WINDOW = 10.0  # seconds over which the tokens a second are counted
 _PREFIXES = 50  # lines of the table
@@ -69,7 +69,7 @@ class Pages:
         self._setters = setters
         self._reading: asyncio.Future[CacheState] | None = None
         self._read_at = -np.inf
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # waits for the engine alone
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvjax-state")  # only waits for the engine
         self._lock = asyncio.Lock()
         self._shown: dict[str | None, tuple[float, str]] = {}  # {salt: the page, after the time when it was made}
         self._recent = collections.deque[tuple[float, int]]()  # a time, and the number of tokens made then
@@ -86,6 +86,8 @@ class Pages:
         self._per_token = histogram("request_time_per_output_token", "From a token to the next, by request.")
         self._latency = histogram("e2e_request_latency", "From a request to its end.")
         self._tokens = counter("generation_tokens", "Generated tokens.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Drafts that a pass of the model verified.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Verified drafts that are in answers.")
         self._ended = counter("request_success", "Answers that ended without a cancel or an error.", "finished_reason")
 
     def collect(self) -> list[Any]:
@@ -120,6 +122,8 @@ class Pages:
             self._queued.observe(times.admitted - times.queued)
         if piece.finish is not None:
             self._ended.labels(piece.finish).inc()
+            self._drafted.inc(handle.output.drafted_tokens)
+            self._accepted.inc(handle.output.accepted_tokens)
             if piece.num_tokens:  # otherwise a prompt was scored
                 self._latency.observe(now - times.queued)
             if piece.num_tokens > 1 and times.first_token is not None:
@@ -172,7 +176,7 @@ def _has_salt(names: kvjax.Namespaces | None, salt: str, namespace: int) -> bool
     assert names is not None, "salts need names"
     try:
         namespace_salt, _ = names.describe(namespace)
-    except KeyError:  # its number was returned after the state was read
+    except KeyError:  # its number was given back after the state was read
         return False
     return namespace_salt is not None and namespace_salt.startswith(salt)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars of a server: a separate process compiles them, and requests share slots of the engine's constraints."""
+"""The grammars of a server. A separate process compiles them, and requests share slots of the engine's constraints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Compiler:
                     raise busy(f"{wanted.param}: {MAX_COMPILING} schemas are being compiled, and more may not wait")
                 self._compiling[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, *key)
                 self._compiling[key].add_done_callback(lambda done: self._keep(key, done))
-            # If this request is cancelled, others may still want the table.
+            # If this request is cancelled, other requests may still need the table.
             result = await asyncio.shield(self._compiling[key])
         else:
             result = self._kept[key]
@@ -100,7 +100,7 @@ class Compiler:
 
 
 def _reason(error: str, wanted: Grammar) -> str:
-    """An error of `kvjax.grammar` with the place in the request in place of the kind at its beginning."""
+    """An error of `kvjax.grammar` that begins with the place in the request instead of the kind."""
     rest = error.removeprefix(wanted.kind)
     within = rest.removeprefix(": ")
     has_place = wanted.kind == "structure" and within.startswith(("tools[", wanted.param))
@@ -143,7 +143,7 @@ class Schemas:
         self._timeout = timeout
         self._stop_tokens = list(stop_tokens)
         self._on_device = constraints
-        # The engine reads these when a request comes. They are on the host, so that it need not wait for the device.
+        # The engine reads these when a request arrives. They are on the host, so it need not wait for the device.
         self._slot_stop_tokens = np.full((constraints.grammars, constraints.stop_tokens.shape[1]), -1, np.int32)
         self._slot_stop_tokens[:, : len(stop_tokens)] = stop_tokens
         self.constraints = constraints.replace(stop_tokens=self._slot_stop_tokens)
@@ -224,7 +224,7 @@ class Schemas:
 def open_schemas(
     num_slots: int, tokenizer: Any, vocab_size: int, marks: Iterable[str], stop_tokens: Sequence[int], timeout: float
 ) -> Schemas | str:
-    """Makes slots for grammars over the tokens of a model. Returns the reason if it cannot.
+    """Makes slots for grammars over the tokens of a model. If this is not possible, returns the reason.
 
     Args:
       num_slots: The number of slots.

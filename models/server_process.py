@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with `models.serve`, which ends together with the program that started it."""
+"""A process that runs `models.serve`, and ends together with the program that started it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLL = 0.05  # seconds between two reads of a server's output
 
 
 class ServerEnded(ConnectionError):
-    """The error of a server which could not start, has ended or does not answer."""
+    """A server could not start, has ended, or does not answer."""
 
 
 class Answer(NamedTuple):
@@ -122,5 +122,5 @@ class ServerProcess:
                 time.sleep(POLL)
 
     def _noted(self, start: str) -> str:
-        """Returns the rest of the output's line with a beginning; an empty text if there is no such line."""
+        """Returns the rest of the output's line that begins with `start`, or an empty text if there is no such line."""
         return next((line.removeprefix(start) for line in self._notes.split("\n")[:-1] if line.startswith(start)), "")

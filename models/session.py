@@ -26,9 +26,10 @@ from .loading import load
 from .rope import rope_limit
 from .stopwatch import Stopwatch
 
-STEPS = 8  # in a jitted loop: after each loop text is shown, and Ctrl-C takes effect
+STEPS = 8  # in a jitted loop; after each loop, text is shown and Ctrl-C takes effect
 # {an option for the size of a cache: its default}
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
+MAX_DRAFTS = 64  # limit on --speculate
 LENGTH = 256  # tokens of a row, at least
 CHUNKS = "512, 256 or 128"  # the values of `default_chunk`
 _CHUNK_WORK = 2**35  # limit on the weights times the tokens of a chunk
@@ -70,6 +71,17 @@ def add_sizes(parser: commands.Parser, rows: str, length: str, *, has_budget: bo
         block_options.add_argument("--budget", metavar="SIZE", type=commands.size, help=text)
 
 
+def add_speculation(parser: commands.Parser) -> None:
+    """Adds the option for `make_drafter`."""
+    text = "tokens to draft in a step from the text before; the answers stay the same (default: %(default)s, none)"
+    parser.add_argument("--speculate", metavar="N", type=number(int, 0, MAX_DRAFTS), default=0, help=text)
+
+
+def make_drafter(args: argparse.Namespace) -> kvjax.serving.Drafter | None:
+    """Makes the drafter of the option, or None."""
+    return kvjax.serving.ngram(args.speculate) if args.speculate else None
+
+
 def add_mesh(parser: commands.Parser) -> None:
     """Adds the options for `make_mesh`."""
     count = number(int, 1, MAX_OPTION)
@@ -107,7 +119,7 @@ def load_model(parser: commands.Parser, args: argparse.Namespace, **where: Any) 
 def default_chunk(model: Decoder) -> int:
     """Returns the default for the prompt tokens in a step: 512, 256 or 128.
 
-    The layers' weights times the tokens are at most 2**35, unless the weights are too many for 128 tokens. A model
+    The layers' weights times the tokens are at most 2**35, unless 128 tokens are already too many. A model
     with up to 67 million weights gets 512, and a model with up to 134 million gets 256. The vocabulary's matrices do
     not count, since a step has logits of a few tokens. `docs/howto/size.md` has the reasons.
     """
@@ -152,7 +164,7 @@ class Session:
         with Refusing(parser):
             self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p, min_p=args.min_p)
         check_memory(parser, args, model, spec)
-        self.cache = make_cache(parser, args, spec)  # the latest; None after a second Ctrl-C
+        self.cache = make_cache(parser, args, spec)  # the latest cache; None after a second Ctrl-C
         with contextlib.ExitStack() as stack:
             self._wires = stack.enter_context(wires.Wires(parser, args, spec, note))
             self.store = stack.enter_context(stores.opened(parser, args, spec, args.checkpoint))
@@ -171,7 +183,7 @@ class Session:
         """Generates text, and calls `show` with the outputs as they grow, at the end with last=True.
 
         Returns:
-          The outputs, and whether they are finished. They are not after a Ctrl-C.
+          The outputs, and whether they are finished. After a Ctrl-C they are unfinished.
         """
         outputs = []
         finished = True
@@ -184,7 +196,8 @@ class Session:
             seed=range(seed, seed + len(prompts)),
         )
         options = kvjax.serving.RunOptions(
-            steps=STEPS,
+            steps=max(STEPS, 2 * (1 + self._args.speculate)),
+            drafter=make_drafter(self._args),
             log_events=False,
             listener=self._wires.listener,
             store=self.store,
@@ -260,7 +273,7 @@ def set_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder
 def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:
     """Refuses prompts and answers longer than the cache. Sets --max-length unless the option does.
 
-    The length is rounded up to a power of two, for prompts of other lengths to use the same compiled programs.
+    The length is rounded up to a power of two, so prompts of other lengths use the same compiled programs.
     """
     capacity = most_tokens(args, model)
     longest = max(map(len, prompts))

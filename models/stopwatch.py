@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a generation by part: compiling, computing prompts, decoding."""
+"""Measures the time of a generation by part: compiling, computing prompts, decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Turn(NamedTuple):
 
     @classmethod
     def of(cls, progress: kvjax.serving.Progress, seconds: float) -> _Turn:
-        """The turn before a `Progress`."""
+        """The turn that made a `Progress`."""
         outputs = progress.outputs
         num_new = {n: len(tokens) for n, tokens in progress.new.items()}
         first = [n for n, count in num_new.items() if count == len(outputs[n].tokens)]
@@ -48,7 +48,7 @@ class Stopwatch:
     def __init__(self, note: Callable[[str], None]):
         self._note = note
         self._turns: list[_Turn] = []
-        # Disjoint and in order: a span around others (functions traced inside functions) replaces them.
+        # Disjoint and in order. If a span contains others (functions traced inside functions), it replaces them.
         self._spans: list[tuple[float, float]] = []
 
     def __enter__(self) -> Stopwatch:
@@ -89,7 +89,7 @@ class Stopwatch:
     def report(self) -> str:
         """A line with all times.
 
-        Turns may decode and compute prompts too. There, decoding counts at its pace in turns without prompts.
+        A turn may both decode and compute prompts. Then decoding is assumed to be as fast as in turns without prompts.
         """
         parts = [f"compile {_seconds(self.compiled)}"]
         if not self._turns:

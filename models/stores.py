@@ -23,7 +23,7 @@ from . import commands
 from .loading import open_checkpoint
 
 DEFAULT_BYTES = 10 << 30
-READER_PATIENCE_MS = 30_000  # for a process which finds most of its blocks
+READER_PATIENCE_MS = 30_000  # for a process which finds most of its blocks in the store
 _PIECE = 16 << 20  # bytes for a thread to hash at a time
 _THREADS = 8
 
@@ -46,7 +46,7 @@ def add_store(parser: commands.Parser) -> None:
 
 
 def check(parser: commands.Parser, args: Namespace) -> None:
-    """Refuses options without `--store`, and `--store` without its packages."""
+    """Refuses a store's options without `--store`, and `--store` without its packages."""
     if args.store is not None:
         commands.check_extra(parser, "stores", "--store")
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a process for rendering a chat template: it answers each line of JSON with a line.
+"""A program that renders a chat template. It answers each line of JSON with a line.
 
-A template is code by the maker of a checkpoint. Jinja's sandbox keeps it from files and from Python's insides, but not
-from endless loops and huge values, which even its compiler may compute. So it has a process of its own, with the
-system's limits. Too much memory is an error, and a timer of CPU time ends the process. `chat.py` starts the process,
-and this program imports nothing of this package.
+A template is code by the author of a checkpoint. Jinja's sandbox protects files and Python's internals from it, but
+does not prevent endless loops and huge values, which even the compilation of a template may compute. So it runs in a
+separate process, with the system's limits. Too much memory is an error, and a timer of CPU time ends the process.
+`chat.py` starts the process, and this program imports nothing from this package.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_REASON = 500  # characters of an error, which the template may have written
 
 
 class Generation(Extension):
-    """The tag around texts of the assistant. Training needs to know where they are, and rendering leaves them alone."""
+    """The tag around texts of the assistant, for training. Rendering does not change these texts."""
 
     tags = {"generation"}  # noqa: RUF012, jinja's interface
 
     def parse(self, parser: Any) -> nodes.Node:
-        """The body, as a block with variables of its own."""
+        """The body, as a block with its own scope of variables."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)

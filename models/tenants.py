@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the HTTP API, and the salts which separate the cached prompts of their holders."""
+"""API keys, and the salts that separate the cached prompts of their holders."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsers for the formats in which models call tools.
 
-An answer comes in pieces. The result does not depend on the cuts between them. A parser returns a call when it is
-whole. A malformed call stays text. With `is_early`, for streams, a parser returns a call as it comes, from the
-beginning of its arguments on. If the arguments turn out to be no JSON, the rest of the call becomes a part of them.
+An answer arrives in pieces, and the result does not depend on where they are cut. A parser returns a call when it is
+whole. A malformed call stays text. With `is_early`, for streams, a parser returns a call as it arrives, from the
+beginning of its arguments on. If the arguments turn out not to be JSON, they include the rest of the call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Parser:
         self.is_unfinished = False
 
     def add(self, text: str) -> list[Part]:
-        """Adds text and returns the new parts which are certain by now. Neighbors of the same kind are joined."""
+        """Adds text and returns the new parts which are already certain. Adjacent parts of the same kind are joined."""
         self._buffer += text
         while self._step():
             pass
@@ -72,7 +72,7 @@ class Parser:
         raise NotImplementedError
 
     def _finish(self, *, is_cut: bool) -> None:
-        """Takes the rest of the buffer."""
+        """Takes the rest of the buffer, at the end of an answer."""
         raise NotImplementedError
 
     def _return(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:

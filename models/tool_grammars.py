@@ -16,7 +16,7 @@ from .tool_json import CALL_KEYS
 
 type Structure = dict[str, Any]  # see `kvjax.grammar.compile_structure`
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-# Any object of four levels. The object of json_object has five, and two of these exceed the limit of states.
+# Any object of four levels. The object of json_object has five levels, and two such objects exceed the limit of states.
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -127,7 +127,7 @@ class _Llama3Format(_AnswerFormat):
     def text(self, wanted: Grammar | None) -> Structure:
         if wanted is not None:
             return super().text(wanted)
-        # An object with such a beginning may be a call, because no mark tells it from text.
+        # An object with such a beginning may be a call, because no mark distinguishes it from text.
         call = {"type": "regex", "pattern": rf'\{{\s*"({"|".join(CALL_KEYS)})"'}
         return {"type": "any_text", "excludes": [call]}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers for the JSON of a tool call, which comes character by character."""
+"""Readers for the JSON of a tool call, which arrives character by character."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Arguments:
     """Reads the arguments of a call, from their first brace on.
 
     Models write line breaks and other control characters into strings with code. JSON does not allow them, so they
-    become escapes. With `is_early`, `add` returns the arguments as they come, and otherwise when they are whole.
+    become escapes. With `is_early`, `add` returns the arguments as they arrive, and otherwise when they are whole.
     """
 
     def __init__(self, name: str, *, is_early: bool):
@@ -159,7 +159,7 @@ class Arguments:
 
     @property
     def text(self) -> str:
-        """The characters so far."""
+        """The characters read so far."""
         return "".join(self._characters)
 
     @property
@@ -190,8 +190,8 @@ class Arguments:
 class CallReader:
     """Reads a call which is an object: {"name": text, "arguments": object}, or "parameters" for the arguments.
 
-    If the name comes first, `add` returns the call as its arguments come. Any other call, for example with arguments
-    in a string or without arguments, has to be whole first. The text after the arguments has no effect.
+    If the name comes first, `add` returns the call as its arguments arrive. Any other call, for example with arguments
+    in a string or without arguments, has to be whole first. Text after the arguments has no effect.
     """
 
     def __init__(self, names: Collection[str] | None, *, is_early: bool):

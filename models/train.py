@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the bundled associative-recall decoder: `python -m models.train [--out DIR]`, a few minutes on 2 cores.
+"""Trains the bundled associative-recall decoder in a few minutes on 2 cores: `python -m models.train [--out DIR]`.
 
-Two layers can answer. The first carries a sentence's person to its place, and the question's person to the question
-mark. The second looks up the place by the person. Training alone finds this slowly: until the second layer looks, the
-first layer's output is noise, and is trained away. So the first layer's attention is given and fixed: each head looks
-a certain distance back, with random values. All else is learned from scratch. Documents start short, and only answers
-and the full stops after them are scored.
+Two layers are enough to answer. The first layer copies the person of a sentence to its place, and the person of the
+question to the question mark. The second layer looks up the place by the person. Plain training finds this slowly:
+until the second layer looks, the first layer's output is noise, and training removes it. So the first layer's attention
+is fixed: each head looks back by a certain distance, with random values. Everything else is learned from scratch.
+Documents are short at first, and only answers and the full stops after them are scored.
 
 The seeds are fixed, so runs on the same kind of machine give the same weights.
 """
@@ -30,7 +30,8 @@ from .decoder import Decoder
 from .loading import save
 from .rope import Rope
 
-# A slow rope: the second layer compares contents across a whole document, where fast pairs of dimensions only turn.
+# A slow rope, because the second layer compares contents across a whole document, and fast rotations would only disturb
+# it.
 CONFIG = ModelConfig(
     model_type="qwen2",  # for the biases of its projections, which let a head look a fixed distance back
     vocab_size=len(recall.VOCABULARY),
@@ -43,7 +44,8 @@ CONFIG = ModelConfig(
     max_positions=1024,
     eos_token_ids=(recall.IDS["."],),
 )
-# Tokens that the heads look back: from the question mark to the person, from the place to the person, and two spares.
+# The distances that the heads look back: from the question mark to the person, from the place to the person, and two
+# more.
 DISTANCES = (1, 3, 0, 2)
 
 

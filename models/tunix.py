@@ -50,8 +50,8 @@ _GENERATE_FIELDS = (
 class KvjaxRollout(base_rollout.BaseRollout):
     """Samples for Tunix' trainers. A group computes the K/V of its prompt once, and new weights never find old K/V.
 
-    An engine may share its weights with the trainer. Then each call uses the present weights: new arrays make a new
-    version, as `update_params` does. A `ClusterConfig` also takes `functools.partial(KvjaxRollout, block_size=32)`.
+    An engine may share its weights with the trainer. Then each call uses the present weights, and new arrays are a new
+    version, as with `update_params`. A `ClusterConfig` also takes `functools.partial(KvjaxRollout, block_size=32)`.
 
     Args:
       rollout_actor: the decoder (see `models.paged_decoders`); it is copied if it is not on the devices of `mesh`.
@@ -227,7 +227,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         return self._module
 
     def _current(self) -> PagedModel:
-        """The model with its present weights. If the trainer has put in new arrays, they are a new version."""
+        """The model with its present weights. If the trainer has replaced arrays, this is a new version."""
         model = self._decoder.with_weights(self._module)
         if self._note(model.arrays):
             self.sampler.renew()
@@ -259,7 +259,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
 
 
 class _Placed(NamedTuple):
-    """A weight's devices, and a weak reference to its last array, which keeps no old weights alive."""
+    """A weight's devices, and a reference to its last array, which is weak so old weights can be freed."""
 
     sharding: Any
     committed: bool
@@ -274,7 +274,7 @@ class _Placed(NamedTuple):
         return cls(sharding, array.committed, weakref.ref(array))
 
     def moved(self, array: jax.Array) -> jax.Array:
-        """The array on these devices. An array in place is not committed, which would compile programs anew."""
+        """The array on these devices. An array that is there stays uncommitted, so programs are not compiled again."""
         if array.sharding == self.sharding and array.committed == self.committed:
             return array
         return jax.device_put(array, self.sharding)
@@ -300,7 +300,7 @@ def _check_fields(config: Any) -> None:
             continue
         default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # pyright: ignore
         if value != default:
-            raise ValueError(f"{field.name}: got {value!r:.80}, wanted {default!r}: this engine does not heed it")
+            raise ValueError(f"{field.name}: got {value!r:.80}, wanted {default!r}: this engine supports no other")
 
 
 def _options(config: Any, eos: Sequence[int]) -> Options:

@@ -7,11 +7,10 @@ DIR is a golden folder (see `golden.py`). Every prompt goes through the cache in
     reuse   after prompts with a common prefix, and then after itself
     churn   in a pool so small that each round evicts the blocks of the round before
 
-Prompts are computed in chunks of several rows. Then the reference's own continuation is fed token by token. Pools start
-as NaN, so the read of an unwritten slot shows. In the cold way, layers with a window have only enough blocks for the
-tokens in their windows. There a row goes on only if it releases blocks outside its window.
-
-With `--kv-dtype` the K/V have another format than float32. Then the error of the logits is reported and not judged.
+Prompts are computed in chunks of several rows. Then the reference's continuation is computed token by token. Pools
+start as NaN, so reading an unwritten slot shows up. In the first way, "cold", layers with a window have only enough
+blocks for the tokens in their windows, so a row can continue only if it releases blocks outside its window. With
+`--kv-dtype` the K/V have a format other than float32. The error of the logits is then reported, but not judged.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .loading import load
 from .session import add_mesh, make_mesh
 
 TOLERANCE = 1e-3  # |a - b| <= TOLERANCE * (1 + |b|)
-MARGIN = 2e-3  # between the reference's two best logits; below it either token is right
+MARGIN = 2e-3  # between the reference's two best logits; below it both tokens count as right
 ROWS = 8
 CHUNK = 32
 BLOCK_SIZE = 16
@@ -89,7 +88,7 @@ def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Ar
 
 
 class Runner:
-    """Puts prompts through caches and compares every computed logit."""
+    """Runs prompts through caches and compares every computed logit."""
 
     def __init__(self, model: Decoder, golden: Golden, spec: kvjax.CacheSpec, where: dict[str, Any]):
         self.model = model
@@ -169,7 +168,7 @@ def _without_numbers(array: jax.Array) -> jax.Array:
     return jnp.full_like(array, lowest)
 
 
-_LRU = kvjax.lru()  # a single object, so that all ways share their compiled programs
+_LRU = kvjax.lru()  # a single object, so all ways share their compiled programs
 
 
 def verify(
@@ -204,7 +203,7 @@ def verify(
 
 
 def _three_ways(runner: Runner, batch: range) -> None:
-    """Runs up to ROWS prompts in each way. Every way has a cache of its own."""
+    """Runs up to ROWS prompts in each way, each with a new cache."""
     golden = runner.golden
     rows = dict(enumerate(batch))
     texts = {seq: golden.text(row) for seq, row in rows.items()}
@@ -226,8 +225,9 @@ def _three_ways(runner: Runner, batch: range) -> None:
         runner.run({seq: texts[seq]}, prompts, rows)
     runner.run(texts, prompts, rows)  # each text finds itself
 
-    # Just enough blocks: strangers with the same lengths evict everything, then half of them evict a part. Groups with
-    # windows get half as many again. Otherwise a row would take the blocks it has just released, and none would stay.
+    # Just enough blocks, so other texts of the same lengths evict everything, and half of them evict a part. Groups
+    # with windows get half as many blocks again. Otherwise a row would take the blocks that it has just released, and
+    # none would stay.
     runner.start("churn", [fewest[0], *(3 * count // 2 for count in fewest[1:])], seed=2)
     rng = np.random.default_rng(3)
     vocab_size = golden.logits.shape[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wires and files for a cache's events during a generation, and their options."""
+"""Sends a cache's events to wires and files during a generation, and has the options for this."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .commands import number
 MAX_PORT = 65_535
 PORT = number(int, 0, MAX_PORT)  # of an option
 CURVE_KEY = "KVJAX_CURVE_KEY"  # an environment variable, since other users can read a command line
-# The options for checkpoints alone, with their extras. The demo has `--events` too.
+# The options that need a checkpoint, with their extras. The demo also has `--events`.
 _OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
 
 
@@ -57,7 +57,7 @@ def add_publishers(parser: commands.Parser) -> None:
 
 
 def check(parser: commands.Parser, args: argparse.Namespace) -> None:
-    """Refuses options without their extras, and options without others they belong to."""
+    """Refuses options without their extras, and options without the options that they depend on."""
     for option, extra in _OPTIONS.items():
         if getattr(args, option) is not None:
             if args.checkpoint is None:
@@ -131,7 +131,7 @@ class Wires:
         self.set(progress.cache.state)
 
     def set(self, state: kvjax.CacheState) -> None:
-        """Shows the cache's state to the wires."""
+        """Passes the cache's state to the wires."""
         for setter in self._setters:
             setter(state)
 
@@ -206,7 +206,7 @@ class Wires:
 
 
 class _File(io.TextIOBase):
-    """A text file on a disk that may be full. It notes the first error, and writes nothing after it."""
+    """A text file on a disk that may be full. It reports the first error, and writes nothing more."""
 
     def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
         self._path = path

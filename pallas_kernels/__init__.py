@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention and block movement: functions of arrays, which need nothing but jax.
+"""Paged attention and block movement, as functions of arrays. The only dependency is jax.
 
 Each implementation is a module with some or all of these functions, with the same signatures in every module:
 `decode_attention`, `prefill_attention`, `append_kv`, `rope_append`, `copy_blocks`, `gather_blocks`, `scatter_blocks`. A
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-# Importing Pallas adds to the keys of jax's caches: a later import would compile every program again.
+# Importing Pallas changes the keys of jax's caches, so a later import would compile every program again.
 import jax.experimental.pallas
 from jax import lax
 
@@ -25,19 +25,19 @@ from pallas_kernels import tuning
 
 __all__ = ["IMPLEMENTATIONS", "PLATFORMS", "call", "lowering_for", "lowers_for"]
 
-# The modules' names in order of preference, which `tuning.FIRST` overrides for a function. `call` imports a module at
-# its first use: the import of Mosaic takes a third of jax's import time.
-IMPLEMENTATIONS = ("triton", "mosaic", "xla")
+# The modules' names in order of preference. `tuning.FIRST` overrides the order for a function. `call` imports a module
+# when it is first used, because the import of Mosaic takes a third of jax's import time.
+IMPLEMENTATIONS = ("triton", "mosaic", "tpu", "xla")
 # The platform of an implementation. Without an entry it runs everywhere.
-PLATFORMS = {"triton": "cuda", "mosaic": "cuda"}
+PLATFORMS = {"triton": "cuda", "mosaic": "cuda", "tpu": "tpu"}
 _lowered_for = jax.make_user_context(None)  # a part of the keys of jax's caches
 
 
 def lowering_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """A context whose traces have the kernels of a platform, "cuda", even if this process has no such device.
+    """A context in which traces use the kernels of a platform, "cuda" or "tpu", even without such a device.
 
-    Without it a program has kernels only if the process has a device for them, so that a CPU does not pay for tracing
-    them. For example, `jax.export` for CUDA on a machine without a GPU exports plain XLA outside of this context.
+    Outside of this context a program has kernels only if the process has a device for them, so a CPU does not pay for
+    tracing them. For example, on a machine without a GPU `jax.export` for CUDA exports plain XLA.
     """
     if platform not in PLATFORMS.values():
         raise ValueError(f"platform: got {platform!r}, wanted one of {sorted({*PLATFORMS.values()})}")
@@ -45,7 +45,7 @@ def lowering_for(platform: str) -> contextlib.AbstractContextManager[None]:
 
 
 def lowers_for(platform: str) -> bool:
-    """Whether programs have a branch for a platform: either this process's, or `lowering_for`'s."""
+    """Whether programs have a branch for this platform, because the process has it or `lowering_for` names it."""
     return _lowered_for.value == platform or _has(platform)
 
 
@@ -61,13 +61,14 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """Calls the function `name` of an implementation.
 
     Without `implementation` the choice is made when a program is lowered, for the platform of this process or of
-    `lowering_for`. If jax differentiates the call, XLA computes the derivative. It computes the result too, unless you
-    name a kernel.
+    `lowering_for`. If jax differentiates the call, XLA computes the derivative and, unless you name a kernel, also the
+    result.
 
     Args:
       name: the name of a function listed above.
       *args: the function's arguments.
-      implementation: an entry of `IMPLEMENTATIONS`, which serves or raises. None chooses the first able to serve.
+      implementation: an entry of `IMPLEMENTATIONS`, which serves the call or raises. None chooses the first able to
+        serve the call.
       **options: the function's keyword arguments. With `interpret=True` a kernel runs on any platform, for tests.
 
     Raises:
@@ -96,7 +97,7 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
             return _function("derivative", name, options)(*args)
 
         out, tangent = jax.jvp(lambda *arrays: called(plain, arrays), arrays, tangents)
-        # An unnamed kernel does not compute the result too: XLA would copy the pool, for both to read it.
+        # An unnamed kernel does not compute the result as well, because XLA would then copy the pool.
         return (serve(*arrays) if implementation in PLATFORMS else out), tangent
 
     return serve(*arrays)

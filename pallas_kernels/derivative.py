@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions jax differentiates for any implementation: plain XLA, without loops.
+"""The functions that jax differentiates in place of any implementation: plain XLA, without loops.
 
-jax can neither differentiate a Pallas kernel that writes in place, nor reverse a loop whose trip count is data. Shapes
-use the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a
+jax cannot differentiate a Pallas kernel that writes in place, and cannot reverse a loop whose trip count is data.
+Shapes use the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a
 derivative with respect to a pool is an array of the pool's size.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import xla
+from pallas_kernels.by_token import blocks_by_head, head_shape, is_by_token
 from pallas_kernels.xla import gather_blocks
 from pallas_kernels.xla_attention import seen_slots
 
@@ -67,20 +68,37 @@ def scatter_blocks(pool, staged, blocks, count):
 
 
 def _attend(
-    q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values, stride=1, offset=0
+    q,
+    pool,
+    layer,
+    tables,
+    first,
+    count,
+    *,
+    scale,
+    window,
+    sink_tokens,
+    soft_cap,
+    sinks,
+    scales,
+    values,
+    stride=1,
+    offset=0,
 ):
     """Attends as `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
     num_tiles, chunk, _, width = q.shape
-    parts, kv_heads, size = pool.shape[2:5]
+    parts, kv_heads, size = head_shape(pool.shape, width)[2:5]
     position, length = seen_slots(first, count, chunk, window, stride, offset)
     slot = jnp.arange(tables.shape[1] * size, dtype=jnp.int32)[None]
     is_seen = (slot[None] <= position[:, :, None]) & (slot < length[:, None])[:, None]
     if window is not None:
-        is_seen &= slot[None] > position[:, :, None] - window
+        is_seen &= (slot[None] > position[:, :, None] - window) | (slot[None] < sink_tokens)
     is_read = jnp.any(is_seen, axis=1)[None, :, None, :, None]
 
     def fetch(array, width):  # 0 * NaN is NaN, so slots that no query sees are 0
         array = array.at[tables, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        if is_by_token(pool):
+            array = blocks_by_head(array, width)
         array = jnp.moveaxis(array.reshape(*array.shape[:5], width), (2, 3), (0, 2)).astype(jnp.float32)
         return jnp.where(is_read, array.reshape(parts, num_tiles, kv_heads, -1, width), 0.0)
 

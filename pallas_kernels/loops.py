@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops for use inside `shard_map` too, where a constant in a carry has another type than its successor.
+"""Loops that also work inside `shard_map`, where a constant in a carry would change its type in the first step.
 
-Also a condition for use under `vmap`.
+Also a condition that is safe under `vmap`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import lax
 
 
 def varying(start: Any) -> Callable[[Any], Any]:
-    """Returns a function that makes arrays vary across devices inside `shard_map` wherever part of `start` does.
+    """Returns a function that makes arrays vary across devices inside `shard_map` if any part of `start` does.
 
     A constant is the same on all devices there, and jax requires each part of a loop's carry to keep its type.
     """

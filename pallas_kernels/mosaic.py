@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention for Hopper, as a Mosaic GPU kernel. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-Mosaic cannot index freely, so XLA gathers for it: before the kernel the queries of each piece of work into a matrix,
-after the kernel the result of each token. If K/V were cut into parts, XLA merges their results.
+Mosaic cannot index freely, so XLA gathers for it: before the kernel, it gathers the queries of each piece of work into
+a matrix, and after the kernel, the result of each token. If K/V were cut into parts, XLA merges their results.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import tuning
+from pallas_kernels.by_token import check_by_head
 from pallas_kernels.mosaic_attention import ROWS, attend
 from pallas_kernels.schedule import query_tiles, split_lengths
 
@@ -30,6 +31,7 @@ def decode_attention(
     *,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -46,7 +48,9 @@ def decode_attention(
     if fixed_split:
         raise NotImplementedError("mosaic: no fixed split, since the parts of all rows are merged by one sum")
     tiles = tuning.mosaic_decode(width)
-    work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
+    work, starts = split_lengths(
+        lengths, tiles.slots, tuning.decode_programs() // kv_heads, None if sink_tokens else window
+    )
     parts = work.row.shape[0]
     out, lse = attend(
         _packed(q.reshape(rows, kv_heads, group, width)[work.row], 8),
@@ -59,6 +63,7 @@ def decode_attention(
         q.dtype if parts == rows else jnp.float32,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         interpret=interpret,
@@ -81,6 +86,7 @@ def prefill_attention(
     max_count,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -100,7 +106,7 @@ def prefill_attention(
     tiles = tuning.mosaic_prefill(width, size)
     rows = tiles.workers * ROWS
     queries = rows // group
-    # Longest first: a row's last queries see the most slots. Pieces run from the back, so no long piece ends up last.
+    # A row's last queries see the most slots. Pieces run from the back, so the longest pieces start first.
     work = jax.tree.map(jnp.flip, query_tiles(tokens, lengths, starts, counts, max_count, queries))
     token = work.token[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]  # [W, queries]
     pieces = q.at[token].get(mode="clip", wrap_negative_indices=False)
@@ -120,6 +126,7 @@ def prefill_attention(
         q.dtype,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         interpret=interpret,
@@ -142,7 +149,8 @@ def prefill_attention(
 
 
 def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
-    """Raises NotImplementedError for calls beyond the kernel's abilities."""
+    """Raises NotImplementedError for calls that the kernel does not support."""
+    check_by_head("mosaic", pool)
     size, width = pool.shape[4:]
     if not interpret and tuning.chip() != "hopper":
         raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'this device'}")
@@ -174,7 +182,7 @@ def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype) -> tuple[
     weight = jnp.exp(score - highest[:, None])
     total = jnp.sum(weight, axis=1)
     divisor = jnp.where(total > 0, total, 1.0)
-    # The kernel does not write the parts that only fill the list.
+    # The kernel does not write the parts that only pad the list.
     parts = jnp.where((part[0] < starts[-1])[:, None, None], parts, 0.0)
     out = jnp.einsum("rwq,wqd->rqd", weight / divisor[:, None], parts, precision=lax.Precision.HIGHEST)
     return out.astype(dtype), jnp.where(total > 0, highest + jnp.log(divisor), -jnp.inf)

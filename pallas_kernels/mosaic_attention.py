@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Mosaic GPU kernel of paged attention. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-It serves decode and prefill, as in `triton_attention`: a thread block takes a piece of work and a kv head, whose query
-heads are packed into the rows of the matrix products, query after query. Its warpgroups have two roles:
+It serves decode and prefill. As in `triton_attention`, a thread block takes a piece of work and a kv head, and packs
+the head's query heads into the rows of the matrix products, query after query. Its warpgroups have two roles:
 
     loader     ids of blocks | K tile | V tile | K tile | V tile | ...       by TMA, some tiles ahead
     worker     wait for K | S = Q K' | softmax | wait for V | O += P V | ...       64 rows of Q; products by wgmma
 
 K and V each have a ring of stages in shared memory: `full[s]` signals a filled stage s, `free[s]` signals the end of
-its use by all workers. Two workers take turns (ping-pong): a worker has the tensor cores while the other computes its
+its use by all workers. Two workers take turns (ping-pong): a worker uses the tensor cores while the other computes its
 softmax.
 
 Source: the roles and the turns come from FlashAttention-3 (Shah et al., 2024).
@@ -43,6 +43,7 @@ def attend(
     *,
     scale,
     window,
+    sink_tokens,
     soft_cap,
     sinks,
     interpret,
@@ -60,6 +61,7 @@ def attend(
       dtype: the result's dtype.
       scale: see `xla.decode_attention` for this and the following arguments.
       window: the number of tokens that a token attends to, or None.
+      sink_tokens: the number of first tokens seen whatever the window.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       interpret: whether to simulate the kernel.
@@ -70,7 +72,7 @@ def attend(
     pieces, kv_heads, rows, width = q.shape
     size = pool.shape[4]
     packed = tiles.workers * ROWS
-    static = Static(pool.shape, tiles, group, scale, window, soft_cap, sinks is not None)
+    static = Static(pool.shape, tiles, group, scale, window, sink_tokens, soft_cap, sinks is not None)
     if sinks is None:
         sinks = jnp.zeros((kv_heads, packed), jnp.float32)
     else:  # row x has the sink of head x % G
@@ -165,10 +167,10 @@ def _kernel(
     warpgroup = lax.axis_index("warpgroup")
     slots = static.tiles.slots
     workers = static.tiles.workers
-    window = static.window
+    window = None if static.sink_tokens else static.window
 
     def piece() -> Piece:
-        """The piece. Each role computes it separately, so no register is held for both."""
+        """The piece. Each role computes it separately, to save registers."""
         first = position_ref[piece_index]
         begin = begin_ref[piece_index]
         end = end_ref[piece_index]

@@ -36,6 +36,7 @@ class Static(NamedTuple):
     group: int  # G
     scale: float
     window: int | None
+    sink_tokens: int  # seen whatever the window
     soft_cap: float | None
     has_sinks: bool
 
@@ -95,7 +96,8 @@ def attend_tiles(
         score, factor = _cap(score, static)
         if masked:
             low = None if static.window is None else position - static.window - slot
-            score = _mask(score, low, jnp.minimum(position, piece.end - 1) - slot)
+            sink_end = static.sink_tokens - slot if static.sink_tokens else None
+            score = _mask(score, low, jnp.minimum(position, piece.end - 1) - slot, sink_end)
         new_highest = jnp.maximum(highest, jnp.max(score, axis=1) * factor)
         shrink = jnp.exp2(highest - new_highest)
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_highest, score.shape, [0]))
@@ -125,7 +127,7 @@ def _load_queries(q_ref, q_smem, full) -> None:
 
 
 def _begin(sinks_ref, worker, shape: tuple[int, int], piece: Piece, static: Static):
-    """The running softmax before any score: mixed f32[64, D], highest f32[64], total f32[64]."""
+    """The initial state of the running softmax: mixed f32[64, D], highest f32[64], total f32[64]."""
     highest = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST), _BY_ROW)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _BY_ROW)
     if static.has_sinks:  # an additional score with a value of zero, in the first part of the row's K/V
@@ -165,12 +167,16 @@ def _cap(score, static: Static):
     return score, np.float32(static.soft_cap) * _LOG2E
 
 
-def _mask(score, low, high):
-    """Scores [64, slots] with -inf outside the columns low[row] + 1 to high[row], or from column 0 if `low` is None."""
+def _mask(score, low, high, sink_end):
+    """Scores [64, slots] with -inf outside the columns low[row] + 1 to high[row], or from column 0 if `low` is None.
+
+    Columns below `sink_end` are seen too. None means there are no such columns.
+    """
     column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
     is_seen = column <= lax.broadcast_in_dim(high, score.shape, [0])
     if low is not None:
-        is_seen &= column > lax.broadcast_in_dim(low, score.shape, [0])
+        in_window = column > lax.broadcast_in_dim(low, score.shape, [0])
+        is_seen &= in_window if sink_end is None else in_window | (column < sink_end)
     return jnp.where(is_seen, score, -jnp.inf)
 
 
@@ -194,9 +200,9 @@ def _accumulate(mixed, weight, v_ref, p_ref):
 
 def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
     """Zeroes the rows of the V tile from `slot` on that no query of the piece sees."""
-    low = 0 if static.window is None else piece.first - (static.window - 1) - slot
+    low = 0 if static.window is None or static.sink_tokens else piece.first - (static.window - 1) - slot
     high = piece.end - slot
-    # The first worker does it for both: the second worker's turn comes later.
+    # The first worker does it for both, because the second worker's turn comes later.
     has_unseen = (worker == 0) & ((low > 0) | (high < v_ref.shape[0]))
     pl.when(has_unseen)(functools.partial(_clean, v_ref, low, high))
 
@@ -204,7 +210,7 @@ def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
 def _clean(v_ref, low, high):
     """Zeroes the rows of a V tile outside `low` to `high` - 1, since they may be NaN, and 0 * NaN is NaN."""
     slots, width = v_ref.shape
-    columns = 64 if width % 64 == 0 else width  # at a time: registers are scarce here
+    columns = 64 if width % 64 == 0 else width  # at a time, because registers are scarce here
     for i, j in itertools.product(range(0, slots, ROWS), range(0, width, columns)):
         part = v_ref.at[pl.ds(i, ROWS), pl.ds(j, columns)]
         values = plgpu.load(part, layout=plgpu.Layout.WGMMA)

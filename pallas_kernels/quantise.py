@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V with a byte per element: the arithmetic shared by all implementations, so they agree bit for bit."""
+"""The arithmetic of K/V with a byte per element. All implementations share it, so they agree bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import lax
 
 
 def quantise(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Vectors [..., D] in int8 or float8_e4m3fn, and the factors f32[..., 1] that restore them.
+    """Converts vectors [..., D] to int8 or float8_e4m3fn. Also returns the factors f32[..., 1] that restore them.
 
     A vector's largest element becomes the dtype's largest number. A vector of zeros has the factor 1. Kernels also call
     this function, so it uses only Triton's operations.
@@ -28,7 +28,7 @@ def scale_for(highest: jax.Array, dtype) -> jax.Array:
 
 def round_by(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
     """Rounds elements f32[...] of vectors with these factors, or of parts of vectors, to a dtype."""
-    # A product with the reciprocal, since XLA turns some quotients into such products. The bounds keep it from fusing
+    # Multiplies by the reciprocal, since XLA replaces some quotients by such products. The bounds keep XLA from fusing
     # the product with the sum below.
     x = jnp.clip(x * (np.float32(1) / scale), -largest(dtype), largest(dtype))
     if jnp.issubdtype(dtype, jnp.integer):  # rounds to nearest even: after the shift float32's last bit counts ones

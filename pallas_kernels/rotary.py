@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: the arithmetic shared by all implementations, so they agree bit for bit."""
+"""The arithmetic of rotary position embedding. All implementations share it, so they agree bit for bit."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 def rotate_halves(
     first_half: jax.Array, second_half: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Both halves of the rotated vectors, from both halves of the vectors, all float32. Kernels call it too."""
+    """Rotates both halves of the vectors, all in float32. Kernels call this function too."""
     return first_half * cos - second_half * sin, second_half * cos + first_half * sin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of attention, computed on the device: a batch of ragged rows as a list of equal pieces of work.
+"""The schedule of attention, computed on the device: divides a batch of ragged rows into equal pieces of work.
 
 Shapes use the legend of `pallas_kernels.xla`. W is the length of the list, a static bound on the number of pieces.
 """
@@ -18,7 +18,7 @@ class Work(NamedTuple):
     Attributes:
       row: the row of the block tables.
       token: the first query's index in q.
-      count: the number of queries; 0 for a piece that only fills the list.
+      count: the number of queries; 0 for a piece that only pads the list.
       position: the first query's position in its sequence; the others follow.
       begin: the first slot of the part of the K/V.
       end: the slot after the part's last slot.
@@ -55,7 +55,7 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
 def is_skewed(lengths: jax.Array, tile: int, window: int | None = None) -> jax.Array:
     """Whether bool[] the longest row has more than three times the slots of the mean row, and of a tile.
 
-    In this case the list of `split_lengths` with a target of 2 R, run R parts at a time, takes fewer steps than the
+    If so, running the parts of `split_lengths` with a target of 2 R, R parts at a time, takes fewer steps than the
     longest row. The arguments are as in `split_lengths`.
     """
     slots = lengths - _first(lengths, tile, window)

@@ -2,8 +2,8 @@
 """Paged attention and block movement as Triton kernels, for NVIDIA GPUs from sm_80 on.
 
 The functions and shapes are the same as in `pallas_kernels.xla`. With `interpret=True` a function runs as plain jax on
-any platform, which the tests use to compare it. Triton in Pallas is deprecated. Only this file and the files whose
-names begin with `triton_` depend on it.
+any platform. Tests compare the functions in this way. Pallas's Triton backend is deprecated. Only this file and the
+files whose names begin with `triton_` depend on it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
       target: written in place; a ShapeDtypeStruct makes a new array.
       rows_from: i32[E].
       rows_to: i32[E].
-      count: i32[]; programs loop over the chunks of this number of rows, so the cost follows it.
+      count: i32[]; the number of rows, which determines the cost, because programs loop over their chunks.
       interpret: see the top of this file.
       name: the kernel's name.
       part: (tokens i32[E], D, P) copies only the first tokens of each row's tiles [P, D], with source None. () copies
@@ -146,7 +146,7 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
             column = item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
             mask = None if width % chunk == 0 else column < width
             if part:
-                # Not // and %: their handling of signs would hide from Triton that 16 bytes share a mask.
+                # Avoids // and %, whose handling of signs would hide from Triton that 16 bytes share a mask.
                 copied = lax.rem(lax.div(column, np.int32(part[1])), np.int32(part[2])) < refs[0][row]
                 mask = copied if mask is None else mask & copied
             data = plt.load(source_ref.at[from_ref[row], column], mask=mask)

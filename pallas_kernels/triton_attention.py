@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as Triton kernels: the softmax over a piece of work, and prefill, which consists of such pieces.
+"""Paged attention as Triton kernels: the attention of a piece of work, and prefill, which consists of such pieces.
 
 A program takes a kv head. The G = Q / K query heads that share it are packed into the rows of a matrix product, query
 after query. K and V are read slot by slot through the block table, a tile of slots at a time, with a running softmax in
-base 2. Only tiles at an edge (the causal edge, the window's, the end of the row) pay for masks. Masked slots are never
-loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
+base 2. Only tiles at an edge (the causal edge, the edge of the window, the end of the row) need masks. Masked slots are
+never loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-The columns of a head may be cut into parts, with separate products. A latent is loaded once, for K and for V: its parts
-are powers of two wide, with V's parts first. All query heads share it, and a program takes as many of them as its
-registers allow. A quantised pool is read in words of four bytes, and part j has the columns j, j + 4, ...
+The columns of a head may be cut into parts, with separate products. A latent is loaded once, as both K and V. The
+widths of its parts are powers of two, with V's parts first. All query heads share it, and a program takes as many of
+them as its registers allow. A quantised pool is read in words of four bytes, and part j has the columns j, j + 4, ...
 (`triton_words`).
 """
 
@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import tuning
+from pallas_kernels.by_token import check_by_head
 from pallas_kernels.schedule import Work, query_tiles
 from pallas_kernels.triton_words import WORD, as_words, power_below, unpack
 from pallas_kernels.tuning import Programs
@@ -57,7 +58,7 @@ class Columns(NamedTuple):
 
 
 def _cut(width: int, values: int | None) -> tuple[Columns, ...]:
-    """The columns of K together, or of a latent in parts: V's first, of at least the 16 that a product takes."""
+    """All columns of K, or the parts of a latent: V's parts first, each at least 16 wide, as a product requires."""
     if values is None:
         return (Columns(0, width, pl.next_power_of_2(width)),)
     parts = []
@@ -84,11 +85,17 @@ class Static(NamedTuple):
     tile: int  # the number of slots
     scale: float
     window: int | None
+    sink_tokens: int  # seen whatever the window
     soft_cap: float | None
     has_sinks: bool
     has_scales: bool
     in_words: bool  # whether K and V are read in words of four bytes, part j of the columns in the bytes j
     interpret: bool
+
+    @property
+    def reach(self) -> int | None:
+        """The number of last slots to go through. None means all slots."""
+        return None if self.sink_tokens else self.window
 
     @property
     def of_values(self) -> tuple[Columns, ...]:
@@ -129,6 +136,7 @@ def prefill_attention(
     max_count,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -155,13 +163,14 @@ def prefill_attention(
         queries,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         scales=scales,
         values=values,
         interpret=interpret,
     )
-    # The results of padding, which no program writes.
+    # No program writes the results of padding.
     blank = jnp.zeros((tokens, heads, values or width), q.dtype), jnp.zeros((tokens, heads), jnp.float32)
 
     def kernel(*refs):
@@ -197,6 +206,7 @@ def prepare(
     *,
     scale,
     window,
+    sink_tokens,
     soft_cap,
     sinks,
     scales,
@@ -205,6 +215,7 @@ def prepare(
     in_words=False,
 ) -> tuple[Static, Operands]:
     """The parameters and the operands of a kernel. Raises NotImplementedError if no kernel can serve."""
+    check_by_head("triton", pool)
     _, heads, width = q.shape
     kv = as_words(pool) if in_words else pool.reshape(-1, width)
     check_reach(kv)
@@ -231,6 +242,7 @@ def prepare(
         tile=tiles.slots,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
         has_scales=scales is not None,
@@ -260,20 +272,20 @@ def attend(refs: Operands, piece: Work, head, static: Static) -> tuple[Rows, lis
     position = piece.position + rows.query
     begin = piece.begin
     end = piece.end
-    if static.window is not None:
-        begin = jnp.maximum(begin, first_slot(piece.position, static.window, static.tile))
+    if static.reach is not None:
+        begin = jnp.maximum(begin, first_slot(piece.position, static.reach, static.tile))
     product = functools.partial(plt.dot, precision=_precision(static.dtype, static.interpret))
 
     def step(tile_index, carry, masked):
         highest, total, mixed, *largest = carry
         slot = begin + tile_index * static.tile + jnp.arange(static.tile, dtype=jnp.int32)
-        inside = _inside(slot, piece.position, end, static.window) if masked else None
+        inside = _inside(slot, piece.position, end, static) if masked else None
         kv_row = _find(refs, piece.row, head, slot, inside, static)
         k, k_scale = _fetch(refs, kv_row, inside, static)
         products = [product(*pair, trans_b=True) for pair in zip(q, k, strict=True)]
         score = _score(functools.reduce(operator.add, products), k_scale, factor, static)
         if masked:
-            score = _mask(score, slot, inside, position, static.window)
+            score = _mask(score, slot, inside, position, static)
         new_highest = jnp.maximum(highest, jnp.max(score, axis=1))
         shrink = jnp.exp2(highest - new_highest)
         weight = jnp.exp2(score - new_highest[:, None])
@@ -326,7 +338,8 @@ def _pack(head, count, static: Static) -> Rows:
 def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array], Any]:
     """The parts of q [X, padded], and a factor for their scores, f32[X] or 1.
 
-    bfloat16 may exceed float16. So in float16 a row is q divided by the power of two below its largest element.
+    A bfloat16 may be too large for float16. So in float16, a row of q is divided by the power of two below its largest
+    element.
     """
     query = (token + rows.query)[:, None]
     heads = rows.head[:, None]
@@ -342,13 +355,13 @@ def _queries(q_ref, token, rows: Rows, static: Static) -> tuple[list[jax.Array],
 
 
 def _precision(dtype, interpret: bool):
-    """The precision for products as exact as float32: three products of tf32, which only GPUs have."""
+    """The precision that makes products as exact as float32, by three products of tf32. Only GPUs have it."""
     exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return exact if dtype == jnp.float32 else None
 
 
 def _begin(sinks_ref, piece: Work, rows: Rows, static: Static):
-    """The running softmax before any score: highest f32[X], total f32[X], mixed f32[X, padded] by parts.
+    """The initial state of the running softmax: highest f32[X], total f32[X], mixed f32[X, padded] by parts.
 
     With scales also the largest scale of V so far, f32[].
     """
@@ -357,7 +370,7 @@ def _begin(sinks_ref, piece: Work, rows: Rows, static: Static):
     total = jnp.zeros(shape, jnp.float32)
     if static.has_sinks:  # an additional score with a value of zero, in the first part of the row's K/V
         sink = plt.load(sinks_ref.at[rows.head], mask=rows.live, other=0.0) * _LOG2E
-        is_first = piece.begin <= first_slot(piece.position, static.window, static.tile)
+        is_first = piece.begin <= first_slot(piece.position, static.reach, static.tile)
         highest = jnp.where(is_first, sink, highest)
         total = jnp.where(is_first, 1.0, total)
     mixed = [jnp.zeros((*shape, part.padded), jnp.float32) for part in static.of_values]
@@ -375,10 +388,16 @@ def _over_tiles(step, carry, first, begin, end, static: Static):
     return lax.fori_loop(num_unmasked, num_tiles, functools.partial(step, masked=True), carry)
 
 
-def _inside(slot, first, end, window: int | None):
+def _inside(slot, first, end, static: Static):
     """bool[tile], whether some query of the piece may see the slots i32[tile]."""
     inside = slot < end
-    return inside if window is None else inside & (slot > first - window)
+    return inside if static.window is None else inside & _in_window(slot, first, static)
+
+
+def _in_window(slot, position, static: Static):
+    """Whether the window's limit lets queries at these positions see the slots."""
+    in_window = slot > position - static.window
+    return in_window | (slot < static.sink_tokens) if static.sink_tokens else in_window
 
 
 def _find(refs: Operands, row, head, slot, inside, static: Static):
@@ -435,11 +454,11 @@ def _score(product, k_scale, factor, static: Static):
     return cap * _LOG2E * jnp.tanh(product * (factor * np.float32(static.scale / static.soft_cap)))
 
 
-def _mask(score, slot, inside, position, window: int | None):
+def _mask(score, slot, inside, position, static: Static):
     """Scores f32[X, tile] with -inf for the slots that a row, by its position, does not see."""
     is_seen = (slot[None, :] <= position[:, None]) & inside[None, :]
-    if window is not None:
-        is_seen = is_seen & (slot[None, :] > position[:, None] - window)
+    if static.window is not None:
+        is_seen = is_seen & _in_window(slot[None, :], position[:, None], static)
     return jnp.where(is_seen, score, -jnp.inf)
 
 

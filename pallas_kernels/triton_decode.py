@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode as three Triton kernels: a schedule, attention in even shares of all tiles, and a merge of divided rows.
 
-The rows' tiles of slots are laid end to end, and each program takes the same number of tiles, whatever the rows'
-lengths are. If a single program has all of a row, it writes the result at once. Otherwise the row's result is merged
-from the programs' parts (flash-decoding). The schedule follows from the lengths alone, so the layers of a step share
-it.
+The tiles of all rows are laid end to end, and each program takes the same number of tiles, whatever the rows' lengths
+are. If a single program has a whole row, it writes the row's result. Otherwise the programs' parts are merged
+(flash-decoding). The schedule depends only on the lengths, so the layers of a step share it.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ def decode_attention(
     *,
     scale,
     window=None,
+    sink_tokens=0,
     soft_cap=None,
     sinks=None,
     scales=None,
@@ -58,6 +58,7 @@ def decode_attention(
         1,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         scales=scales,
@@ -70,9 +71,10 @@ def decode_attention(
     programs = max(tuning.resident_programs(tiles) // groups, 1)
     if fixed_split:
         tiles_per_part = -(-tuning.FIXED_SPLIT // tiles.slots)
-        max_slots = tables.shape[1] * pool.shape[4] if window is None else window + tiles.slots
+        reach = static.reach
+        max_slots = tables.shape[1] * pool.shape[4] if reach is None else reach + tiles.slots
         programs = rows * -(-max_slots // (tiles_per_part * tiles.slots))
-    shares = share_tiles(lengths, tiles.slots, programs, window, tiles_per_part, interpret)
+    shares = share_tiles(lengths, tiles.slots, programs, static.reach, tiles_per_part, interpret)
 
     def results(count, dtype):
         shape = count, heads, values or width
@@ -107,13 +109,13 @@ def _kernel(order_ref, ends_ref, first_ref, tiles_per_program_ref, lengths_ref, 
         end = ends_ref[entry + 1]
         length = lengths_ref[row]
         stop = jnp.minimum(end, limit)
-        slot = first_slot(length - 1, static.window, static.tile) + (tile - start) * static.tile
+        slot = first_slot(length - 1, static.reach, static.tile) + (tile - start) * static.tile
         last = jnp.minimum(slot + (stop - tile) * static.tile, length)
         piece = Work(row, row, jnp.ones((), jnp.int32), length - 1, slot, last)
         packed, out, lse = attend(operands, piece, head, static)
         has_whole_row = (start >= begin) & (end <= limit)
         store(out_ref, lse_ref, row + packed.query, packed, out, lse, has_whole_row)
-        # A step to the next program or to the next row adds 1, so no two parts have the same index.
+        # The next program and the next row each add 1, so no two parts have the same index.
         store(parts_ref, parts_lse_ref, program + entry + packed.query, packed, out, lse, ~has_whole_row)
         return entry + 1, stop
 

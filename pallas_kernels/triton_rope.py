@@ -12,11 +12,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.by_token import check_by_head
 from pallas_kernels.quantise import round_by, scale_for
 from pallas_kernels.rotary import rotate_halves
 from pallas_kernels.triton_attention import check_reach, converts_fp8
 
-_PAIRS = 1024  # the limit in a program: the float32 halves stay in registers
+_PAIRS = 1024  # the limit in a program, so the float32 halves stay in registers
 
 
 class _Static(NamedTuple):
@@ -52,7 +53,7 @@ def rope_append(q, k, v, cos, sin, pool, layer, slots, scales=None, *, interpret
     columns = pl.next_power_of_2(width // 2)
     rows = min(pl.next_power_of_2(k.shape[-2]), max(_PAIRS // columns, 1))
     static = _Static(pool.shape, heads, rows, columns)
-    # As rows of all heads: XLA recognises slices of the same product only without a reshape in between.
+    # Uses rows of all heads, because XLA recognises slices of the same product only without a reshape in between.
     x = jnp.concatenate([x.reshape(tokens, -1) for x in (q, k, v)], axis=1).reshape(tokens, -1, width)
     cos, sin = (x.reshape(tokens, width // 2) for x in (cos, sin))
     arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]
@@ -106,7 +107,7 @@ def _kernel(
 
     halves = load(column), load(column + half)
     rotated = rotate_halves(*halves, angle(cos_ref), angle(sin_ref))
-    # Rounded as in memory, before K is quantised.
+    # K is rounded to its dtype in memory before it is quantised.
     new = [jnp.where(kv_part == 1, *pair).astype(q_ref.dtype) for pair in zip(halves, rotated, strict=True)]
     row = slot_row(shape, slot, layer_ref[0], kv_part, head)
     written = jnp.logical_not(is_q) & (slot < scratch_slot)
@@ -135,6 +136,7 @@ def slot_row(shape, slot, layer, kv_part, head):
 
 def check_append(pool):
     """Raises NotImplementedError for a pool without a kernel to write into it."""
+    check_by_head("triton", pool)
     check_reach(pool)
     if pool.dtype == jnp.float8_e4m3fn and not converts_fp8():
         raise NotImplementedError("triton: nothing converts to float8_e4m3fn on a GPU before sm_89")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V with a byte per element, read in words of four. Reading single bytes would cost more than the memory's time.
+"""Reads K/V with a byte per element in words of four bytes. Reading single bytes would take longer than the memory.
 
 Byte j of a word holds column 4 c + j of a head. Attention makes a separate product for each j, with the same columns of
 q. float16 holds every int8 and every float8_e4m3fn exactly.

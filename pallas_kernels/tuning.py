@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of implementation, and tile sizes, by chip and shape, with the reasons.
+"""Chooses implementations and tile sizes by chip and shape, and gives the reasons.
 
-None of it has been measured on a GPU yet. The figures come from the compiler's reports of registers and shared memory,
-and from measurements by others. `make gpu` measures them, and other tile sizes.
+Nothing here has been measured on a GPU yet. The figures come from the compiler's reports of registers and shared
+memory, and from measurements by others. `make gpu` measures them, and other tile sizes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SWITCHED = {
 def switched(text: str) -> dict[str, str]:
     """The implementation of each function named in a variable: "decode_attention=xla,transitions=xla".
 
-    It replaces the usual choice, for a kernel that is wrong or hangs on some machine. The variable is read only once,
-    since programs traced earlier would not change.
+    It overrides the usual choice, in case a kernel is wrong or hangs on a machine. The variable is read only once,
+    because earlier traces would not change.
 
     Raises:
       ValueError: naming the variable, if a function has no such implementation.
@@ -41,8 +41,8 @@ def switched(text: str) -> dict[str, str]:
 
 
 SWITCHED = switched(os.environ.get(SWITCHES, ""))
-# Decode is never bound by the products, and Triton's kernel serves every chip and dtype. In prefill only Mosaic's
-# wgmma reaches a Hopper's full rate.
+# Products never limit decode, and Triton's kernel serves every chip and dtype. In prefill, only Mosaic's wgmma reaches
+# the full rate of a Hopper GPU.
 FIRST = {"prefill_attention": "mosaic", **SWITCHED}
 
 
@@ -71,10 +71,11 @@ def decode_programs() -> int:
     return 4 * _multiprocessors()
 
 
-# Slots of a part if a row's parts may not depend on the other rows. Rows of a few thousand tokens still fill a chip.
+# The slots of a part if a row's parts must not depend on the other rows. Rows of a few thousand tokens still fill a
+# chip.
 FIXED_SPLIT = 512
 
-# Bytes of a block that a program moves at a time: 16 for each of 128 threads, eight times.
+# The bytes of a block that a program moves at a time: eight times 16 bytes for each of 128 threads.
 CHUNK_BYTES = 16_384
 
 
@@ -107,7 +108,7 @@ def resident_programs(programs: Programs) -> int:
 
 
 def triton_decode(width: int, q_bytes: int, kv_bytes: int, in_words: bool = False) -> Programs:
-    """16 KB of K and 16 KB of V per tile, or half of this in words: the bytes in flight decide the speed.
+    """Tiles of 16 KB of K and 16 KB of V, or half of this in words, because the bytes in flight decide the speed.
 
     Five stages load two tiles ahead of the current tile. An Ampere's shared memory holds fewer. With wide heads or
     float32 longer tiles would spill, and from a width of 1,024 on would not fit.
@@ -127,7 +128,7 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int, in_words: bool = Fals
 
 
 def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
-    """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them.
+    """As many rows as registers allow (fewer on Ampere), because each tile of K/V is read once for all of them.
 
     Above a width of 256 shared memory is the limit: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's
     227.
@@ -139,8 +140,8 @@ def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     return Programs(64, 128, 8) if width <= 128 and kv_bytes > 1 else Programs(64, 64, 8)
 
 
-# For decode and prefill of latents: with 64 rows or 64 slots, 512 + 64 columns would spill. The rows are the query
-# heads that share a read of a latent.
+# For decode and prefill of latents. With 64 rows or 64 slots, 512 + 64 columns would spill registers. The rows are the
+# query heads that share a read of a latent.
 TRITON_LATENTS = Programs(32, 32, 8)
 # The largest number of columns, padded, that do not spill, by the bytes of an element of q.
 WIDEST_LATENT = {2: 704, 4: 160}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention of `pallas_kernels.xla`, with its shape legend: W tiles of C queries, all of the same row.
 
-A single loop over tiles of slots keeps a running softmax in float32. Its trip count follows the longest live length, so
-a short row in a long table costs little. Only the blocks in use are read from the pool. If a row of a decode step is
-much longer than the mean, the rows are first cut into parts of about equal length (flash-decoding), so the short rows
-do not go through the long row's steps.
+A single loop over tiles of slots keeps a running softmax in float32. Its trip count depends on the longest row, not on
+the width of the tables. It reads only the blocks in use. If a row of a decode step is much longer than the mean, the
+rows are first cut into parts of about equal length (flash-decoding), so the short rows do not go through the long row's
+steps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.by_token import head_shape, is_by_token
 from pallas_kernels.loops import fori_loop, unless_mapped, varying
 from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
 
-# The running maximum before any score: it is finite, so score - maximum is never inf - inf.
+# The initial running maximum. It is finite, so score - maximum is never inf - inf.
 _LOWEST = np.float32(-1e30)
-# Decode cuts rows into parts only if a row can have this many tiles, and for this number of rows. Among fewer rows the
-# longest is hardly above the mean. With more rows the merge, which is quadratic in them, would cost too much.
+# Decode cuts rows into parts only if a row can have this many tiles, and only for this number of rows. With fewer rows,
+# the longest row is hardly longer than the mean. With more rows, the merge costs too much, because it is quadratic in
+# the number of rows.
 _TILES_IN_PARTS = 16
 _ROWS_IN_PARTS = range(8, 257)
 # The smallest and largest number of a row's queries in a tile. Each tile reads the row's K/V once.
@@ -40,6 +42,7 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    sink_tokens: int = 0,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
@@ -58,20 +61,25 @@ def decode_attention(
       lengths: i32[R]; the number of tokens that a row attends to, including the query's. Rows of length 0 give zeros.
       scale: factor on the scores.
       window: a token attends to the last `window` tokens, itself included. None means no limit.
+      sink_tokens: with a window a token attends to the row's first `sink_tokens` tokens too. The table then has to lack
+        the blocks between these tokens and the window, and `lengths` their tokens: all blocks of a row are read.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
       sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
       scales: f32[N + 1, L, 2, K, P] of a quantised pool. None means the pool is not quantised.
       values: the number of leading columns of K that are V, for a pool of latents. None means K and V are separate.
       return_lse: whether to return the logarithm of the softmax's denominator too.
       fixed_split: whether a row's result must have the same bits whatever the other rows are. If so, no row is cut into
-        parts, however long it is compared with the others.
+        parts, however long it is.
       attend: a function to compute the tiles. Defaults to the loops below.
 
     Returns:
       [R, Q, D] like q, or [R, Q, values]. With `return_lse` also f32[R, Q], -inf where the denominator is empty.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "scales": scales, "values": values}
-    tile = _tile_blocks(q.shape[0], pool.shape) * pool.shape[4]
+    options["sink_tokens"] = sink_tokens
+    reach = None if sink_tokens else window
+    shape = head_shape(pool.shape, q.shape[-1])
+    tile = _tile_blocks(q.shape[0], shape) * shape[4]
 
     def uncut():
         tiles = q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32)
@@ -80,10 +88,10 @@ def decode_attention(
     def in_parts():
         return _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options)
 
-    max_slots = tables.shape[1] * pool.shape[4]
-    max_slots = max_slots if window is None else min(max_slots, window)
+    max_slots = tables.shape[1] * shape[4]
+    max_slots = max_slots if reach is None else min(max_slots, reach)
     if attend is None and not fixed_split and q.shape[0] in _ROWS_IN_PARTS and max_slots >= _TILES_IN_PARTS * tile:
-        out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, window)), in_parts, uncut)
+        out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, reach)), in_parts, uncut)
     else:
         out, lse = uncut()
     return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
@@ -101,6 +109,7 @@ def prefill_attention(
     max_count: int,
     scale: float,
     window: int | None = None,
+    sink_tokens: int = 0,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
@@ -123,6 +132,7 @@ def prefill_attention(
       max_count: static bound on counts.
       scale: see `decode_attention` for this and the following arguments.
       window: the number of tokens that a token attends to, or None.
+      sink_tokens: the number of first tokens seen whatever the window.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       scales: f32[N + 1, L, 2, K, P], or None.
@@ -153,6 +163,7 @@ def prefill_attention(
         work.count,
         scale=scale,
         window=window,
+        sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         scales=scales,
@@ -160,7 +171,7 @@ def prefill_attention(
         stride=stride,
         offset=offset,
     )
-    # Back to tokens: token t is query `offset` of its row.
+    # Maps queries back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
     offset = jnp.arange(tokens, dtype=jnp.int32) - starts[row]
     tiles = -(-counts // width)
@@ -174,18 +185,19 @@ def prefill_attention(
 def _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options):
     """`decode_attention` with long rows cut into parts of whole tiles: [R, 1, Q, D] and f32[R, 1, Q], as `_attend`."""
     num_rows, heads = q.shape[:2]
-    work, _ = split_lengths(lengths, tile, 2 * num_rows, options["window"])
+    reach = None if options["sink_tokens"] else options["window"]
+    work, _ = split_lengths(lengths, tile, 2 * num_rows, reach)
 
     def attend(work):
         tiles = q[work.row][:, None].astype(jnp.float32), pool, layer, tables[work.row], work.position
         count = (work.begin < work.end).astype(jnp.int32)
         return _attend(*tiles, count, part=(work.begin, work.end), sinks=None, **options)
 
-    # R parts at a time, for R rows. After the last part of the list the loops end at once.
+    # Runs R parts at a time, for R rows. After the last part of the list the loops end.
     out, lse = lax.map(attend, jax.tree.map(lambda x: x.reshape(-1, num_rows), work))
     out = out.reshape(-1, *out.shape[-2:]).swapaxes(0, 1)
     lse = lse.reshape(-1, heads).T
-    # The merge is another tile: the parts are its slots, with their lse as scores, and the rows are its queries.
+    # The merge is attention too: the parts are the slots, with their lse as scores, and the rows are the queries.
     is_part_of_row = work.row[None] == jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     score = jnp.where(is_part_of_row[None], lse[:, None], -jnp.inf)
     start = _start(sinks, (1, heads, num_rows, 1), out.shape[-1])
@@ -205,6 +217,7 @@ def _attend(
     *,
     scale,
     window,
+    sink_tokens,
     soft_cap,
     sinks,
     scales,
@@ -221,35 +234,46 @@ def _attend(
     for the other arguments. Returns [W, C, Q, D], or [W, C, Q, values], and the log-sum-exp f32[W, C, Q].
     """
     num_tiles, chunk, heads, width = q.shape
-    kv_heads, size = pool.shape[3:5]
+    shape = head_shape(pool.shape, width)
+    kv_heads, size = shape[3:5]
     run = _run(size, width) if values is None else size
     split = (num_tiles, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num_tiles, chunk, kv_heads, -1, width)
     queries = queries.swapaxes(1, 2).reshape(num_tiles, kv_heads, -1, width)
     position, length = seen_slots(first, count, chunk, window, stride, offset)
     first = first if stride == 1 else position[:, 0]
-    blocks = min(_tile_blocks(num_tiles, pool.shape), tables.shape[1])
+    blocks = min(_tile_blocks(num_tiles, shape), tables.shape[1])
     tile_slots = blocks * size
-    base, length, num_unmasked, num_steps = _extent(first, length, count, window, part, size, tile_slots)
-    tables = tables if window is None and part is None else _columns(tables, base, tables.shape[1])
+    reach = None if sink_tokens else window
+    base, length, num_unmasked, num_steps = _extent(first, length, count, reach, part, size, tile_slots)
+    tables = tables if reach is None and part is None else _columns(tables, base, tables.shape[1])
 
     def fetch(row):
         kv = rows(pool, row, run, jnp.float32).reshape(num_tiles, kv_heads, tile_slots, width)
         return kv if scales is None else kv * rows(scales, row, run, jnp.float32).reshape(*kv.shape[:3], 1)
 
-    def step(tile, carry, block, live, masked):
-        row, stride, order = _runs(pool.shape, run, layer, block)
-        slot = ((base + tile * blocks) * size)[:, None] + order[None]
+    def read(row, stride, block):  # K of a tile of blocks, and a function that gives V
+        if is_by_token(pool):
+            keys, v = _by_token(pool, layer, block, run, width)
+            return keys, lambda row: v
         keys = fetch(row)
+        # V of latents is K with its other columns: a part would be copied.
+        return keys, lambda row: fetch(row + stride) if values is None else keys
+
+    def step(tile, carry, block, live, masked):
+        row, stride, order = _runs(shape, run, layer, block)
+        slot = ((base + tile * blocks) * size)[:, None] + order[None]
+        keys, fetch_values = read(row, stride, block)
         score = _scores(queries, keys)
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
-        is_seen = _seen(slot, position, length if masked else None, window)
+        is_seen = _seen(slot, position, length if masked else None, window, sink_tokens)
         if is_seen is not None:
             score = jnp.where(is_seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
-        # The barrier fetches V after the use of K, into the same memory: both at once would not fit a CPU's caches.
+        # With the barrier, V is fetched after the use of K, into the same memory. Both would not fit into a CPU's
+        # caches.
         score, row = lax.optimization_barrier((score, row))
-        v = fetch(row + stride) if values is None else keys  # with its other columns: a part would be copied
+        v = fetch_values(row)
         if masked:  # 0 * NaN is NaN
             v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
         return _fold(carry, score, v, live)
@@ -314,7 +338,7 @@ def _runs(shape, run, layer, block):
     """The rows with the K of a tile of blocks i32[W, B], in a pool seen as rows with a run of slots each.
 
     A tile interleaves its blocks: the first run of every block, then the second run of every block, and so on.
-    Attention does not depend on the order, and reading several blocks alternately keeps more of a CPU's memory requests
+    Attention does not depend on the order of slots. Reading several blocks in turn keeps more memory requests of a CPU
     in flight than reading block after block.
 
     Returns:
@@ -330,15 +354,25 @@ def _runs(shape, run, layer, block):
     return row, (parts - 1) * kv_heads * num_runs, order.swapaxes(0, 1).reshape(-1)
 
 
+def _by_token(pool, layer, block, run, width):
+    """K and V f32[W, K, B * P, D] of a tile of blocks i32[W, B] in a pool by token, in the order of `_runs`."""
+    gathered = pool.at[block, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    gathered = lax.optimization_barrier(gathered.astype(jnp.float32))
+    num_tiles, blocks, size = gathered.shape[:3]
+    kv = gathered.reshape(num_tiles, blocks, size // run, run, -1, 2, width)
+    return kv.transpose(5, 0, 4, 2, 1, 3, 6).reshape(2, num_tiles, -1, blocks * size, width)
+
+
 def _run(size: int, width: int) -> int:
-    """The slots in a run: the fewest with 128 elements dividing the block size. XLA copies shorter runs slowly."""
+    """The number of slots in a run: the smallest divisor of the block size with 128 elements. Shorter runs are slow."""
     return min(run for run in range(1, size + 1) if size % run == 0 and (run * width >= 128 or run == size))
 
 
 def _scores(queries, keys):
     """Scores f32[W, K, X, T] from queries [W, K, X, D] and keys [W, K, T, D].
 
-    Up to four queries are multiplied separately: for a product of two to four rows XLA's CPU code first rearranges K.
+    Up to four queries are multiplied separately, because XLA's CPU backend rearranges K for a product of two to four
+    rows.
     """
     if queries.shape[2] > 4:
         return jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
@@ -366,7 +400,7 @@ def _mean(mixed, denominator):
 
 
 def _start(sinks, split, width):
-    """Maximum, denominator and mixed values before any score. A sink is a first score with a value of zero."""
+    """The initial maximum, denominator and mixed values. A sink is a first score with a value of zero."""
     num_tiles, kv_heads, chunk, group = split
     shape = (num_tiles, kv_heads, chunk * group)
     if sinks is None:
@@ -379,11 +413,13 @@ def _start(sinks, split, width):
     return highest, denominator, jnp.zeros((*shape, width), jnp.float32)
 
 
-def _seen(slot, position, length, window):
+def _seen(slot, position, length, window, sink_tokens):
     """Whether bool[W, C, T] the queries at positions i32[W, C] see the slots i32[W, T]. None means all."""
     slot = slot[:, None]
     position = position[:, :, None]
     in_window = None if window is None else slot > position - window
+    if in_window is not None and sink_tokens:
+        in_window |= slot < sink_tokens
     if length is None:
         return in_window
     is_seen = (slot <= position) & (slot < length[:, None, None])
@@ -393,8 +429,8 @@ def _seen(slot, position, length, window):
 def rows(array: jax.Array, row: jax.Array, run: int, dtype) -> jax.Array:
     """Rows of a pool, or of its scales, seen as a matrix with a run of slots in each row.
 
-    The barrier keeps XLA from fusing later operations into the gather, whose inner loop would no longer be a long run.
-    On a CPU it would take up to twice as long.
+    The barrier keeps XLA from fusing later operations into the gather. Its inner loop would no longer be a long run,
+    and on a CPU it would take up to twice as long.
     """
     matrix = array.reshape(-1, run * math.prod(array.shape[5:]))
     gathered = matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -27,6 +27,7 @@ SPECS = {
     "retention": {"retention": True},
     "windows": {"windows": True},
     "host": {"num_host_blocks": 8},
+    "thinning": {"thinning": True, "windows": True},
     "all of it": {"extra_ids": True, "retention": True, "windows": True, "num_host_blocks": 8},
 }
 
@@ -76,8 +77,13 @@ def lowered() -> dict[str, dict]:
     """Each program's hash and its number of operations of each kind, for the importable kvjax."""
     import jax
 
+    import kvjax
+
     programs = {}
+    known = {*inspect.signature(kvjax.make_spec).parameters, "windows"}
     for spec_name, options in SPECS.items():
+        if not options.keys() <= known:  # an older tree
+            continue
         for verb, fn, args in programs_of(**options):
             text = re.sub(r'jax\.result_info = "[^"]*"', "", jax.jit(fn).lower(*args).as_text())  # names of fields
             kinds = collections.Counter(re.findall(r"= \"?([a-z_]+\.[a-z_]+|call)\b", text))
@@ -135,6 +141,8 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
             "watermark": ((i32(),), {"max_blocks": 5}),
             **{verb: ((i32(),), {}) for verb in ("swap_out", "swap_in")},
         }
+    if options.get("thinning"):
+        requests["thin"] = ((i32(), jax.ShapeDtypeStruct((WIDTH // 4,), jnp.bool_)), {})
     for name, (args, kwargs) in requests.items():
         verb = _find(name.split()[0])
         if verb is None or not kwargs.keys() <= inspect.signature(verb).parameters.keys():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of all policies and verbs. The tests of both read them: a new policy or verb is one entry here."""
+"""Tables of all policies and verbs, read by the tests of both. Add an entry here for a new policy or verb."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +25,8 @@ class Policy:
       make: returns the policy.
       shows: its `repr`.
       evicts: the order in which documents 1, 2 and 3, of two blocks each, leave. They were last used in the order 3, 2,
-        1; document 1 was used twice, 2 three times. None: it is tested elsewhere.
-      spec: of the cache to verify it on.
+        1, document 1 was used twice and document 2 three times. None means another test covers it.
+      spec: spec of the cache to verify it on.
     """
 
     make: Callable[[], EvictionPolicy]
@@ -43,6 +44,8 @@ POLICIES = {
     "cost_aware": Policy(kvjax.policies.cost_aware, "cost_aware(balance=24576)"),
     "priority": Policy(kvjax.policies.priority, "priority()", spec=RETENTION),
     "trt_leaf": Policy(kvjax.policies.trt_leaf, "trt_leaf()", spec=RETENTION),
+    "adaptive": Policy(kvjax.policies.adaptive, "adaptive()"),
+    "t_lru": Policy(functools.partial(kvjax.policies.t_lru, 1), "t_lru(tail_blocks=1)", (3, 2, 1, 3, 2, 1)),
 }
 
 
@@ -51,9 +54,9 @@ OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size":
 LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]
 # Caches for calls of which only the shapes are used.
 SPECS = {
-    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", **OPTIONS),
+    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", thinning=True, **OPTIONS),
     "all of it": kvjax.make_spec(
-        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, dtype="int8", **OPTIONS
+        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, thinning=True, dtype="int8", **OPTIONS
     ),
 }  # fmt: skip
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -64,9 +67,9 @@ class Verb:
     """A verb, by its name in `VERBS`.
 
     Attributes:
-      arguments: positional ones after the state, in order.
-      calls: {variant: (positional arguments, options)} on any of `SPECS`; the variant "" is the plain call.
-      host_calls: likewise on "all of it", for calls that order moves.
+      arguments: positional arguments after the state, in order.
+      calls: {variant: (positional arguments, options)} on any of `SPECS`. The variant "" is the plain call.
+      host_calls: the same for calls which order moves, on "all of it".
     """
 
     arguments: str
@@ -108,6 +111,13 @@ VERBS = {
     ),
     "fork": Verb("src dst", {"": ((0, 1), {}), "into many": ((0, IDS), {})}),
     "truncate": Verb("seq length", {"": ((0, 3), {}), "several": ((IDS, IDS), {})}),
+    "thin": Verb(
+        "seq columns",
+        {
+            "": ((0, np.zeros(WIDTH // 4, bool)), {"now": 5}),
+            "several": ((IDS, np.zeros((2, WIDTH // 4), bool)), {"max_removed": 2}),
+        },
+    ),
     "trim": Verb("active", {"": ((ACTIVE,), {"max_tokens": 4}), "any room": ((ACTIVE,), {})}),
     "release": Verb("seq", {"": ((0,), {}), "several": ((np.arange(ROWS),), {})}),
     "beam_step": Verb("seqs parents", {"": ((IDS, np.zeros(2, np.int64)), {})}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report of what a run compiles, over all its processes; a budget of CI's; and the cache of programs on disk."""
+"""A report of compilations in a run, over all its processes, a budget for CI, and the cache of programs on disk."""
 
 import collections
 import contextlib
@@ -25,7 +25,7 @@ MAX_LOOPS = 36
 
 @contextlib.contextmanager
 def no_compiles():
-    """Requires that nothing is compiled."""
+    """Requires the code inside to compile nothing."""
     compiled = []
 
     def note(event, *_, **__):
@@ -40,17 +40,17 @@ def no_compiles():
 
 
 def forget_old_programs(folder: pathlib.Path, days: float = 14) -> None:
-    """Deletes programs that no run has read for so long. A file system may note a reading only once a day."""
+    """Deletes programs which no run has read for `days` days. A file system may note a reading only once a day."""
     for path in folder.glob("*"):
         if time.time() - path.stat().st_atime > days * 86_400:
             path.unlink(missing_ok=True)
 
 
 class ProgramLimit:
-    """A plugin of pytest that forgets compiled programs before a process has too many memory maps (65,530 on Linux).
+    """A plugin of pytest which forgets compiled programs before a process has too many memory maps (65,530 on Linux).
 
-    Each program takes some. A process without room for another one dies by a segmentation fault. To count the maps
-    takes 0.1 s, so it is done once in a while; no test adds more than 25,000.
+    Each program takes some. A process without room for another program dies by a segmentation fault. Counting the maps
+    takes 0.1 s, so the plugin counts them once in a while. No test adds more than 25,000.
     """
 
     MAPS, MAX_MAPS, PROGRAMS_PER_CHECK = pathlib.Path("/proc/self/maps"), 30_000, 10
@@ -70,14 +70,14 @@ class ProgramLimit:
 
 
 class Compiles:
-    """A plugin of pytest that counts what its process compiles. Processes that a test starts are not counted.
+    """A plugin of pytest which counts the compilations of its process, without processes which a test starts.
 
     A run of CI fails if it compiles more than `max_loops` programs with the loop of a scheduler.
 
     Attributes:
-      file: of the test that runs.
-      seconds: the time of each compile, by file.
-      loops: the number of programs with such a loop, by file.
+      file: file of the running test.
+      seconds: times of the compilations, by file.
+      loops: the number of programs with a scheduler's loop, by file.
     """
 
     def __init__(self, max_loops=MAX_LOOPS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars over few tokens in plain Python, drawn at random, and the constraints that they become."""
+"""Random grammars over few tokens in plain Python, and constraints made of them."""
 
 import dataclasses
 
@@ -13,14 +13,14 @@ LIMITS = {"max_states": 9, "max_classes": 6}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grammar:
-    """An automaton over tokens, and the tokens that end a text."""
+    """An automaton over tokens, and the tokens which end a text."""
 
     table: TokenTable
     stop_tokens: tuple[int, ...]
 
     @classmethod
     def random(cls, seed, vocabulary, stop_tokens=(0,)):
-        """One with up to 7 states, from each of which some tokens lead to an end."""
+        """A grammar with up to 7 states. From each state some tokens lead to an end."""
         rng, others = np.random.default_rng(seed), np.setdiff1d(np.arange(vocabulary), stop_tokens)
         states, classes = (int(rng.integers(1, most)) for most in (8, min(6, len(others) + 1)))
         next_state = rng.integers(0, states, (states, classes)).astype(np.int32)
@@ -38,7 +38,7 @@ class Grammar:
         return Constraints.of(self.table, self.stop_tokens, **LIMITS)
 
     def after(self, tokens):
-        """The state after the tokens of an answer; None after a stop token, or a token that is forbidden."""
+        """The state after the tokens of an answer, or None after a stop token or a forbidden token."""
         state = 0
         for token in tokens:
             if token in self.stop_tokens:
@@ -49,15 +49,15 @@ class Grammar:
         return state
 
     def allowed(self, tokens, vocabulary):
-        """bool[V]: the tokens that may follow."""
-        found, state, stop = np.zeros(vocabulary, np.bool_), self.after(tokens), [*self.stop_tokens]
+        """bool[V]: allowed next tokens."""
+        allowed, state, stop = np.zeros(vocabulary, np.bool_), self.after(tokens), [*self.stop_tokens]
         if state is not None:
-            found[: len(self.table.token_class)] = self.table.next_state[state, self.table.token_class] >= 0
-        found[stop] = state is None or self.table.may_end[state]
-        return found
+            allowed[: len(self.table.token_class)] = self.table.next_state[state, self.table.token_class] >= 0
+        allowed[stop] = state is None or self.table.may_end[state]
+        return allowed
 
     def accepts(self, output):
-        """Whether an output is a text of the grammar and a stop token, or the begin of one if it was cut."""
+        """Whether an output is a text of the grammar with a stop token, or a part of a text if it was cut."""
         *text, last = output.tokens
         if output.finish != "stop":
             return self.after(output.tokens) is not None

@@ -46,7 +46,7 @@ RUN_OPTIONS = {field.name for field in dataclasses.fields(kvjax.serving.RunOptio
 
 
 def _described(prompts: Any, options: dict[str, Any]) -> tuple[list[kvjax.serving.Request], kvjax.serving.RunOptions]:
-    """The requests and the options of a run; `chunk`, `k` and `canonical` are of its scheduler."""
+    """The requests and the options of a run. `chunk`, `k` and `canonical` belong to its scheduler."""
     of_scheduler = {name: options.pop(name) for name in ("chunk", "k", "canonical") if name in options}
     if of_scheduler:
         scheduler = options.get("scheduler") or kvjax.serving.Scheduler()
@@ -77,7 +77,7 @@ def ask(engine: Any, prompt: Any, *, salt: str | None = None, timeout: float | N
 
 
 def verb(name: str) -> Callable[..., Any]:
-    """A verb or another function of a state, by its name, from the module that exports it."""
+    """A verb or another function of a state, by its name, from the module which exports it."""
     return next(getattr(home, name) for home in HOMES if hasattr(home, name))
 
 
@@ -116,26 +116,26 @@ def padded(values: Any, width: int, fill: Any = 0) -> np.ndarray:
 
 def lines(texts: Mapping[int, Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """i32[rows, width] and i32[rows]: the tokens of the texts {row: text}, padded, and their lengths."""
-    found = [texts.get(row, ()) for row in range(rows)]
-    return np.stack([padded(text, width) for text in found]), np.array([len(text) for text in found], np.int32)
+    row_texts = [texts.get(row, ()) for row in range(rows)]
+    return np.stack([padded(text, width) for text in row_texts]), np.array([len(text) for text in row_texts], np.int32)
 
 
 class Driver:
-    """A cache whose verbs are called by name, with all that its events say. It is verified after each verb.
+    """A cache whose verbs are called by name, with its events. It is verified after each verb.
 
-    `check` holds, the events give the index, and a refused verb has changed nothing. The requests of each verb have one
-    width, so that those of a file share a program. A prompt may be a token longer than a row.
+    `check` has to pass, the events have to give the index, and a refused verb may change nothing. The requests of each
+    verb have the same width, so the requests of a file share a program. A prompt may be a token longer than a row.
 
     Attributes:
-      cache: a `CacheState`, a `Cache` or a `TieredCache`; all have the same verbs.
-      events: those of the last verb.
+      cache: a `CacheState`, a `Cache` or a `TieredCache`. All have the same verbs.
+      events: events of the last verb.
       recorded: all events, decoded.
       mirror: the index by all events.
       totals: the totals of all events.
     """
 
     def __init__(self, cache: Any, verbs: Mapping[str, Callable[..., Any]] | None = None, *, verified: bool = True):
-        """Begins with a cache, which need not be empty; `verified` is False where tests have other means."""
+        """Begins with a cache, which may contain blocks. `verified` is False if a test verifies it in another way."""
         self.cache, self.verified = cache, verified
         self.verbs = (METHODS if isinstance(cache, kvjax.Cache) else VERBS) if verbs is None else verbs
         self.mirror = kvjax.fold(kvjax.events.snapshot(self.state))
@@ -148,7 +148,7 @@ class Driver:
         return getattr(self.cache, "state", self.cache)
 
     def ask(self, verb: str, *args: Any, complete: bool = True, **options: Any) -> Events:
-        """Calls a verb, which may be refused. The moves between tiers that it orders are then complete."""
+        """Calls a verb, which may be refused, and completes the moves between tiers which it orders."""
         args = tuple(map(_typed, args))
         options = {name: value if name in static(verb) else _typed(value) for name, value in options.items()}
         before = jax.tree.map(np.array, self.state) if self.verified else None  # copies: the cache may be donated
@@ -168,7 +168,7 @@ class Driver:
         return events
 
     def do(self, verb: str, *args: Any, **options: Any) -> Events:
-        """Calls a verb that is not refused."""
+        """Calls a verb, and requires success."""
         events = self.ask(verb, *args, **options)
         assert bool(events.ok), (verb, names(events))
         return events
@@ -196,7 +196,7 @@ class Driver:
         return names(self.ask(verb, *args, **options))
 
     def admit(self, seq: int, tokens: Sequence[int], namespace: int = 0, **options: Any) -> list[str]:
-        """Admits a prompt. The padding behind it repeats its tokens, which nobody may read."""
+        """Admits a prompt. The padding after it repeats its tokens, which no verb may read."""
         width = self.state.spec.max_length + 1
         if self.state.spec.extra_ids:
             options = {"extra_ids": np.zeros(width, np.int32), **options}
@@ -215,14 +215,14 @@ class Driver:
         return self.status("extend", num_tokens > 0, num_tokens, max_tokens=MOST, **options)
 
     def start(self, seq: int, tokens: Sequence[int], **options: Any) -> int:
-        """Admits a prompt and commits the part that is not cached; returns the number of cached tokens."""
+        """Admits a prompt and commits its uncached part. Returns the number of cached tokens."""
         assert self.admit(seq, tokens, **options) == ["OK"], names(self.events)
         cached = int(self.state.seqs.committed[seq])
         assert set(self.write({seq: tokens[cached:]})) == {"OK"}, names(self.events)
         return cached
 
     def found(self, tokens: Sequence[int], **options: Any) -> int:
-        """The number of tokens that `admit` would find."""
+        """The number of tokens which `admit` would find."""
         text, length = padded(tokens, self.state.spec.max_length + 1, tokens), np.int32(len(tokens))
         cache = self.cache if self.verbs is METHODS else self.state
         return int(self.verbs["lookup"](cache, text, length, namespace=np.int32(0), **options).cached_tokens)
@@ -250,7 +250,7 @@ def _typed(value: Any) -> Any:
 
 
 def output_of(*command: str, **environment: str) -> str:
-    """The output of a process that runs in the checkout, on the CPU, and ends well."""
+    """The output of a process which runs in the checkout, on the CPU, and succeeds."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

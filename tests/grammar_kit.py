@@ -28,7 +28,7 @@ def next_state(table: TokenTable, state: int, token: int) -> int:
 
 def accepts(table: TokenTable, text: str | bytes, vocabulary: Vocabulary = VOCABULARY) -> bool:
     """Whether a table accepts a text, written byte by byte."""
-    numbers = {token: number for number, token in enumerate(vocabulary.tokens)}
+    numbers = {token: index for index, token in enumerate(vocabulary.tokens)}
     state = 0
     for value in text.encode() if isinstance(text, str) else text:
         state = next_state(table, state, numbers[bytes([value])])
@@ -66,16 +66,16 @@ def walk(table: TokenTable, vocabulary: Vocabulary, seed: int, max_tokens: int =
 
 @st.composite
 def vocabularies(draw):
-    """All bytes, and random tokens: parts of JSON, and bytes that cut characters."""
+    """All bytes, and random tokens: parts of JSON, and bytes which cut characters."""
     words = st.sampled_from(PIECES) | st.binary(min_size=1, max_size=4) | st.text(max_size=4).map(str.encode)
     tokens = [None, *BYTES, *draw(st.lists(words, max_size=30))]
     return Vocabulary(draw(st.permutations(tokens[:40])) + tokens[40:])
 
 
 def patterns():
-    """Patterns that Python's `re` reads as a grammar does, with ASCII's classes.
+    """Patterns which Python's `re` reads as a grammar does, with ASCII's classes.
 
-    At most three are repetitions, and none is within another: `re` could take years for more.
+    They have at most three repetitions, and none inside another: `re` could take years for more.
     """
     return _patterns().filter(lambda pattern: len(re.findall(r"\)[*+{]", pattern)) <= 3)
 
@@ -141,9 +141,9 @@ def _object(draw, depth):
     names = draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
     schema = {"type": "object", "properties": {name: draw(_schemas(depth - 1)) for name in names}}
     schema["required"] = draw(st.permutations([name for name in names if draw(st.booleans())]))
-    more = draw(st.sampled_from([None, False, True, "schema"]))
-    if more is not None:
-        schema["additionalProperties"] = draw(_schemas(depth - 1)) if more == "schema" else more
+    additional = draw(st.sampled_from([None, False, True, "schema"]))
+    if additional is not None:
+        schema["additionalProperties"] = draw(_schemas(depth - 1)) if additional == "schema" else additional
     return schema
 
 
@@ -222,7 +222,7 @@ PLAIN = 'ab"\\\n\té日😀 /\x7f'  # characters that a string with constraints 
 
 
 def instance(draw, schema, root, level=0):
-    """Draws a value that probably satisfies a schema, in the order of its properties; a test validates it."""
+    """Draws a value which probably satisfies a schema, in the order of its properties. A test validates it."""
     if schema is True or not set(schema) - {"$defs"}:
         return draw(VALUES)
     if "$ref" in schema:
@@ -243,19 +243,19 @@ def instance(draw, schema, root, level=0):
             optional = [name for name in schema["properties"] if name not in schema.get("required", [])]
             absent = {name for name in optional if level > 2 or draw(st.booleans())}
             members = {name: child for name, child in schema["properties"].items() if name not in absent}
-            more = schema.get("additionalProperties", False)
-            if more and draw(st.booleans()):
-                members |= {"zzz": more}
+            additional = schema.get("additionalProperties", False)
+            if additional and draw(st.booleans()):
+                members |= {"zzz": additional}
             return {name: instance(draw, child, root, level + 1) for name, child in members.items()}
         case "array":
             first = schema.get("prefixItems", [])
-            most = (
+            max_items = (
                 schema.get("maxItems", 4)
                 if "items" in schema or not first
                 else min(len(first), schema.get("maxItems", 4))
             )
             least = schema.get("minItems", 0)
-            count = draw(st.integers(least, max(most, least) if level < 2 else least))
+            count = draw(st.integers(least, max(max_items, least) if level < 2 else least))
             children = [*first, *[schema.get("items", {})] * 4][:count]
             return [instance(draw, child, root, level + 1) for child in children]
         case "string":

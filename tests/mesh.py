@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes of virtual devices (tests/conftest.py asks for eight), and what a program compiled for them sends around."""
+"""Meshes of virtual devices (tests/conftest.py asks for eight), and the traffic of a program compiled for them."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ _COLLECTIVE = re.compile(r"= (\S+?)(?:\{\S*)? (all-reduce|all-gather|all-to-all|
 
 @contextlib.contextmanager
 def mesh_of(first: int, second: int, kind: AxisType = AUTO, names: tuple[str, str] = ("data", "heads")):
-    """A mesh of the first devices; in context if its axes are Explicit."""
+    """A mesh of the first devices. It is in context if its axes are Explicit."""
     devices = jax.devices()[: first * second]
     mesh = jax.make_mesh((first, second), names, axis_types=(kind, kind), devices=devices)
     with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
@@ -27,5 +27,5 @@ def collectives(compiled) -> collections.Counter[str]:
 
 
 def sent_shapes(compiled) -> list[str]:
-    """The shapes that collectives make, such as f32[4,1,64]."""
+    """The shapes of results of collectives, for example f32[4,1,64]."""
     return [shape for shape, _ in _COLLECTIVE.findall(compiled.as_text())]

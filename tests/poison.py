@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools whose unwritten slots spoil every result that depends on them."""
+"""Pools whose unwritten slots spoil every result which depends on them."""
 
 import jax
 import jax.numpy as jnp

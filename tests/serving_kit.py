@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for tests of generation: one model, a spec for each kind of cache, and ways to run.
+"""Tools for tests of generation: a model, a spec for each kind of cache, and ways to run.
 
-Up to 8 prompts with `OPTIONS` share one program for each spec, by any of the ways. It takes long to compile.
+Up to 8 prompts with `OPTIONS` share a program for each spec, in any way to run. It takes long to compile.
 """
 
 import functools
@@ -83,7 +83,7 @@ class Attention(Pytree):
 
 
 def successor(tokens, pools, view, *, last):
-    """A model that always predicts the next number, and stores nothing."""
+    """A model which always predicts the next number, and stores nothing."""
     del view
     return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % NUMBERS, NUMBERS), pools
 
@@ -104,8 +104,8 @@ def make_spec(kind="plain", host=0):
 def empty(spec, num_blocks=None):
     """An empty cache, with NaN in all its slots.
 
-    The number of blocks in use is traced, and the arrays are committed to their device like those that a run leaves:
-    so all runs share programs.
+    The number of blocks in use is traced, and the arrays are committed to their device like arrays left by a run, so
+    all runs share programs.
     """
     options = {} if num_blocks is None else {"num_blocks": np.int32(num_blocks)}
     cache = (kvjax.tiers.TieredCache if spec.has_host else kvjax.Cache).create(spec, **options)
@@ -115,12 +115,12 @@ def empty(spec, num_blocks=None):
 
 
 def make_cache(num_blocks=BLOCKS, host=0, kind="plain"):
-    """An empty cache of one of the specs."""
+    """An empty cache with a spec of this kind."""
     return empty(make_spec(kind, host), num_blocks)
 
 
 def start(kind="plain", host=0):
-    """A cache with two rows in use, which are not the generation's. So its prompts run one at a time."""
+    """A cache with two rows in use outside of the generation, so its prompts run in turn."""
     cache = make_cache(12 if host else 16, host, kind)
     admit = kvjax.tiers.TieredCache.admit if host else ADMIT
     rows, tokens = np.array([1, 2], np.int32), np.zeros((2, 16), np.int32) + np.array([[1], [2]], np.int32)
@@ -143,13 +143,13 @@ def kind_of(cache):
 
 
 def prompts_of(number):
-    """Two prompts of 13 tokens, which share no blocks with those of another number; numbers go up to 39."""
+    """Two prompts of 13 tokens, which share no blocks with prompts of another number. Numbers go up to 39."""
     pair = (2 * number, 2 * number + 1)
     return [[*(one // 3**digit % 3 for digit in range(SIZE)), 1, 2, 0, 2, 1, 0, 0, 1, 2] for one in pair]
 
 
 def ask(prompt, **fields):
-    """A request that shares the programs of the others."""
+    """A request with the programs of the others."""
     return Request(prompt, **{"max_new_tokens": NEW, "retention": RETAINED} | fields)
 
 
@@ -175,14 +175,14 @@ def streams_of(request, number):
 
 
 def wanted(requests, *, kind="plain", most_tokens=LENGTH, logprobs="raw", grammars=(), **_):
-    """The outputs, a sample after the other, by a computation of the whole text for every token.
+    """The outputs, sample by sample, by a computation of the whole text for every token.
 
     Args:
-      requests: all can be served.
-      kind: of the cache.
-      most_tokens: of a request, as there are blocks.
-      logprobs: as of `RunOptions`.
-      grammars: one `constraint_kit.Grammar` of each request, or None; () for none.
+      requests: requests which can all be served.
+      kind: kind of the cache.
+      most_tokens: maximum tokens of a request, limited by the blocks.
+      logprobs: the same as in `RunOptions`.
+      grammars: a `constraint_kit.Grammar` or None for each request, or () for none.
     """
     outputs = []
     for request, grammar in zip(requests, grammars or [None] * len(requests), strict=True):
@@ -223,7 +223,7 @@ def _scores(tokens, windows):
 
 
 def assert_scored(request, output, kind="plain"):
-    """Asserts that an output has all log-probabilities of the prompt that were wanted, by the whole text."""
+    """Asserts all requested log-probabilities of the prompt in an output, by the whole text."""
     first, length = request.prompt_logprobs_from, len(request.prompt)
     columns = output.prompt_logprobs, output.prompt_ranks, output.prompt_top_logprobs
     assert [len(column) for column in columns] == [0 if first is None else length - first] * 3
@@ -239,8 +239,21 @@ def assert_scored(request, output, kind="plain"):
         np.testing.assert_allclose([*top.values()], before[[*top]], atol=1e-4)
 
 
+def assert_alike(outputs, others, *, has_top=True):
+    """Asserts that outputs say the same, but for what was found in the cache."""
+    for output, other in zip(outputs, others, strict=True):
+        assert (output.tokens, output.finish, output.prompt_tokens) == (
+            other.tokens, other.finish, other.prompt_tokens
+        )  # fmt: skip
+        np.testing.assert_allclose(output.logprobs, other.logprobs, atol=1e-4)
+        if has_top:
+            assert [list(top) for top in output.top_logprobs] == [list(top) for top in other.top_logprobs]
+            for top, same in zip(output.top_logprobs, other.top_logprobs, strict=True):
+                np.testing.assert_allclose(list(top.values()), list(same.values()), atol=1e-4)
+
+
 def assert_chained(prompts, outputs, kind="plain"):
-    """Asserts that outputs are the model's choices after their prompts, so that no byte that it read was wrong."""
+    """Asserts outputs to be the model's choices after their prompts, so no byte it read was wrong."""
     for prompt, output in zip(prompts, outputs, strict=True):
         number = len(output.tokens)
         if number:
@@ -250,7 +263,7 @@ def assert_chained(prompts, outputs, kind="plain"):
 
 
 def assert_whole(cache, events, prompts=(), outputs=()):
-    """Asserts that the cache is sound, just the generation's rows are released, and their tokens are found."""
+    """Asserts a sound cache, where just the generation's rows are released, and their tokens are found."""
     state = state_of(cache)
     kvjax.check(state)
     assert state.seqs.length.tolist() == [0, BEFORE, BEFORE]
@@ -309,7 +322,7 @@ def ctrl_c_acts():
 
 
 def count_swaps(monkeypatch):
-    """For "swap_out" and "swap_in" a list that grows with each call, by whether it was done."""
+    """For "swap_out" and "swap_in" a list which grows with each call, by whether it was done."""
     moved = {"swap_out": [], "swap_in": []}
 
     def counting(method, calls):
@@ -327,7 +340,7 @@ def count_swaps(monkeypatch):
 
 
 class Calls:
-    """The jitted calls of generations. Something may happen before or after one of them."""
+    """The jitted calls of generations. A test may act before or after any of them."""
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
@@ -352,7 +365,7 @@ class Calls:
         return functools.update_wrapper(call, program)  # with `lower`, which compiles and calls nothing
 
     def each(self, before=None, after=None):
-        """Yields the number of each call in turn. The caller then runs a generation, until one has fewer calls."""
+        """Yields the number of each call. The caller then runs a generation, until a generation has fewer calls."""
         self.before, self.after = before, after
         for self.at in itertools.count(1):
             self.count = 0
@@ -363,7 +376,7 @@ class Calls:
 
 
 class Listener:
-    """A listener that acts at some of its calls, after it has collected the events.
+    """A listener which acts at some of its calls, after it has collected the events.
 
     Attributes:
       events: all events, decoded.

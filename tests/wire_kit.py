@@ -54,8 +54,8 @@ def subscriber(source, **options):
 
 
 def agrees(sub, wanted, timeout=LONG):
-    """Whether a subscriber comes to have an index, and to say that it is complete."""
-    if sub.wait(lambda one: one.complete and one.index == wanted, timeout):
+    """Whether a subscriber comes to have an index, and to be complete."""
+    if sub.wait(lambda subscriber: subscriber.complete and subscriber.index == wanted, timeout):
         return True
     raise AssertionError((sub.counts, sub.complete, set(sub.index.items()) ^ set(wanted.items())))
 
@@ -87,7 +87,7 @@ class Lossy:
 
 
 def whole(forest):
-    """Events that store all that is cached."""
+    """Events which store all cached blocks."""
     nodes = sorted(forest.mirror.nodes.items(), key=lambda item: (len(item[1][1]), item[0]))
     size, extra = forest.spec.block_size, forest.spec.extra_ids
     of_path = {(ns, path): node for node, (ns, path, *_) in nodes if node[0] == 0}
@@ -109,15 +109,15 @@ def agent(spec=PLAIN, **options):
 class Reader:
     """Mirrors an agent from its own start on, with the message class of a description.
 
-    An id that is added or removed twice is an error.
+    It is an error to add or remove an id twice.
 
     Attributes:
       found: {(group, cache id): level}.
-      updates: the number of updates that it got.
+      updates: the number of updates.
       fill: the last fill levels.
       parents: {cache id: cache id of the prefix before}.
       complete: whether the snapshot has ended.
-      error: the error that ended its stream.
+      error: the error which ended its stream.
     """
 
     def __init__(self, address, groups=(), update=messages.KVCacheStateUpdate, credentials=None):
@@ -178,7 +178,7 @@ class Reader:
         """Whether it comes to have these ids, each sent once."""
         if not self.ours:
             wanted = {(None, name): level for (_, name), level in wanted.items()}
-        assert self.wait(lambda one: one.found == wanted), set(self.found.items()) ^ set(wanted.items())
+        assert self.wait(lambda reader: reader.found == wanted), set(self.found.items()) ^ set(wanted.items())
         return not self.wrong
 
     def __enter__(self):
@@ -200,12 +200,12 @@ class Zmq:
 
     @staticmethod
     def agrees(reader, mirror, spec=PLAIN):
-        """Whether a reader comes to have what a cache has, and says that this is all."""
+        """Whether a reader comes to have the contents of a cache, and to be complete."""
         return agrees(reader, projected(mirror, spec, kvjax.Namespaces()))
 
     @staticmethod
     def taken(source):
-        """The option of the address of another one, and the complaint."""
+        """The option with another wire's address, and the complaint."""
         return {"bind": source.endpoint}, f"bind: {source.endpoint}: Address already in use"
 
 
@@ -220,7 +220,9 @@ class Grpc:
 
     @staticmethod
     def agrees(reader, mirror, spec=PLAIN):
-        return reader.wait(lambda one: one.complete) and reader.agrees(named(mirror, spec, kvjax.Namespaces()))
+        return reader.wait(lambda follower: follower.complete) and reader.agrees(
+            named(mirror, spec, kvjax.Namespaces())
+        )
 
     @staticmethod
     def taken(source):
@@ -240,17 +242,17 @@ class File:
 
     @staticmethod
     def agrees(reader, mirror, spec=PLAIN):
-        found = trtllm.Mirror()
-        found.follow(reader.file.getvalue().splitlines())
-        assert found.counts["events"] == sum(found.counts.values())
-        return found.complete and found.index == written(mirror, spec, kvjax.Namespaces())
+        reread = trtllm.Mirror()
+        reread.follow(reader.file.getvalue().splitlines())
+        assert reread.counts["events"] == sum(reread.counts.values())
+        return reread.complete and reread.index == written(mirror, spec, kvjax.Namespaces())
 
 
 class Wires:
-    """All wires of a cache with readers: early ones, of which one loses messages, and those that `join` adds.
+    """All wires of a cache with readers: early readers, of which one loses messages, and readers added by `join`.
 
     Attributes:
-      listeners: what takes the events of each wire.
+      listeners: the listeners of the wires.
     """
 
     def __init__(self, stack, spec, names, *, key=b"", queue_bytes=64 << 20, extra_name=None, **options):
@@ -267,7 +269,7 @@ class Wires:
         self.lossy = Lossy(self.subs[1], 1)
 
     def join(self, *, asks=True):
-        """Adds a subscriber, and a reader that asks for all groups, or for none and so gets the first."""
+        """Adds a subscriber, and a reader which asks for all groups, or for none and so gets the first."""
         self.subs.append(self.stack.enter_context(subscriber(self.source, replay_timeout=1.0)))
         groups = range(int(self.spec.bare), len(self.spec.groups)) if asks else None
         self.readers.append((self.stack.enter_context(Reader(self.agent.address, groups or ())), groups))
@@ -282,7 +284,7 @@ class Wires:
         self.lines.mirror.follow(self.lines.writer.attach(state))
 
     def agree(self, mirror):
-        """Asserts that every reader comes to have what a cache has, as far as its wire carries it."""
+        """Asserts that every reader comes to have the contents of a cache, as far as its wire carries them."""
         wanted = projected(mirror, self.spec, self.names, key=self.key, **self.extra)
         assert all(agrees(sub, wanted) for sub in self.subs) and self.lines.agrees(mirror)
         for reader, groups in self.readers:

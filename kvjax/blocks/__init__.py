@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of verbs: finding, taking, holding and publishing the blocks of a group.
 
-Each function decides first and then writes with masked scatters, in an order that lets XLA update in place.
+Each function first decides, and then writes with masked scatters, in an order in which XLA can update arrays in place.
 """

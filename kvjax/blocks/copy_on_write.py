@@ -17,7 +17,7 @@ class Writers(Pytree):
     block: jax.Array  # i32; the block that each row writes into
     shared: jax.Array  # bool; the block has other holders, or it is findable and must keep its contents
     holders: jax.Array  # i32; the block's refcount
-    remaining: jax.Array  # i32; the block's holders if every row that shares it here releases it
+    remaining: jax.Array  # i32; the block's holders after every row of this batch has released it
     last: jax.Array  # bool; the row is the last holder to leave the block
     # bool; the row takes a private copy. The last holder of a block that is not findable keeps the block instead
     copies: jax.Array
@@ -26,8 +26,9 @@ class Writers(Pytree):
 def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, Writers]:
     """Finds the rows that must copy `block` i32[R] before they write, where writes bool[R].
 
-    Call `settle` afterwards. Until then a refcount of 0 holds a mark of `last_of_each`, so no such block looks
-    unheld. `claim` may come between: it tells this mark from the marks of its victims, which are fewer than the blocks.
+    Call `settle` afterwards. Until then, `last_of_each` keeps a mark in place of each refcount that would be 0, so no
+    such block looks unheld. You may call `claim` in between: its victims are fewer than the blocks, so their marks
+    differ from these marks.
     """
     holders = pick(group.blocks.refcount, block)
     findable = pick(group.blocks.fill, block) > 0

@@ -55,7 +55,7 @@ class Dedup(Pytree):
     target: jax.Array  # i32; the block that the row holds from now on: the same or an equal block
     publish: jax.Array  # bool; the block becomes findable
     merge: jax.Array  # bool; the block is given back in exchange for the target
-    first: jax.Array  # bool; no earlier entry has the same key (so a count of these counts each block once)
+    first: jax.Array  # bool; no earlier entry has the same key, so these entries count each block once
     key: jax.Array  # u32[K, 2]
     parent: jax.Array  # i32[K, 2]; (block, namespace) for `publish`
 
@@ -64,8 +64,8 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     """Decides for each filled block whether to publish it, or to merge it with an equal block, cached or just filled.
 
     Among equal blocks filled in a call, the first block is published. A key that already belongs to other contents is a
-    collision: none of its row's blocks is published. This can cost a hit later, and never gives a wrong hit.
-    `blocks.text` is up to date. `several`, static, tells whether a row can have filled several blocks.
+    collision: then none of the row's blocks is published. This can cost a hit later, but never gives a wrong hit.
+    `blocks.text` must be up to date. `several`, static, tells whether a row can have filled several blocks.
     """
     blocks = group.blocks
     (row, column, first, where) = filled
@@ -89,7 +89,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
         return pick(put(jnp.zeros_like(x), head, True, x, unique=False), head) if several else x
 
     where = where & ((before < 0) | (pick(blocks.fill, before) > 0))  # no children of unpublished blocks
-    if group.tiered:  # nor a block whose K/V have not arrived (a failed move may lose them), nor its descendants
+    if group.tiered:  # no block without its K/V (a failed move may lose them), and no descendants of it
         where = where & (so_far((where & ~group.arrived(block)).astype(jnp.int32)) == 0)
     namespace = pick(seqs.namespace, row)
     start = jnp.where((before >= 0)[:, None], pick(blocks.key, before), root_key(namespace))
@@ -101,7 +101,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     target = jnp.where(cached >= 0, cached, pick(block, earliest))
     parent = jnp.where(head == entry, before, jnp.roll(target, 1)) if several else before
 
-    # So far equal keys counted as equal contents; now compare.
+    # So far equal keys counted as equal contents. Now compare the contents.
     findable_parent = (parent < 0) | (pick(blocks.fill, parent) > 0)
     same_parent = jnp.all(pick(blocks.parent, cached) == link(blocks, parent, namespace), axis=-1)
     matches_cached = same_content(blocks, cached, text) & findable_parent & same_parent
@@ -121,7 +121,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
 
 
 def earliest_with_key(key: jax.Array, where: jax.Array) -> jax.Array:
-    """i32[K]; the first entry, where bool[K], with this digest of its key u32[K, 2]; other entries name themselves."""
+    """i32[K]; for each entry where bool[K], the first with the same digest of its key u32[K, 2]; for others, itself."""
     entry = jnp.arange(where.size, dtype=jnp.int32)
     digest = jnp.where(
         where, mix(key[:, 0] ^ mix(key[:, 1])) >> np.uint32(1), entry.astype(jnp.uint32) | np.uint32(1 << 31)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes of prefixes, equal in every process: 128 bits, computed on the host.
 
-Block ids and namespace numbers have a meaning only in their process. A block's hash stands for the whole prefix that
-ends in it: model, salt, LoRA and all tokens so far. Equal prefixes have equal hashes in all caches with the same block
-size, and different prefixes have different hashes, by the strength of BLAKE2b. Without the secret `key` nobody can
+Block ids and namespace numbers mean nothing in another process. A block's hash stands for the whole prefix that ends in
+it: model, salt, LoRA and all tokens so far. Equal prefixes have equal hashes in all caches with the same block size,
+and different prefixes have different hashes, unless somebody breaks BLAKE2b. With a secret `key`, nobody else can
 compute them.
 
     root    person kvjax-root   text(model) + text(salt) + text(LoRA name)
@@ -26,7 +26,7 @@ from kvjax.events import columns as col
 from kvjax.events.index import Space
 
 HASH_BYTES = 16
-_WORD = 4  # bytes of a word of a row
+_WORD = 4  # the bytes of a word in a row
 _NONE = bytes(HASH_BYTES)
 
 
@@ -59,7 +59,7 @@ def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = N
     Args:
       parent: 16 bytes; the hash of the prefix before the block.
       tokens: i32[n]; the tokens of the block, fewer than P in the last block of a prefix.
-      extra_ids: i32[n]; their extra ids, also zeros, if the spec has extra ids, else None.
+      extra_ids: i32[n]; their extra ids, including zeros, if the spec has extra ids. None otherwise.
       key: a secret; see `root_hash`.
 
     Example:
@@ -82,7 +82,7 @@ def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = N
 
 
 def first_64_bits(block_hash: bytes) -> int:
-    """The first 8 bytes of a hash, big-endian, for wires of 64 bits. 0 becomes 1: some readers take 0 for no parent."""
+    """The first 8 bytes of a hash, big-endian, for wires with 64 bits. 0 becomes 1, since 0 may mean no parent."""
     return int.from_bytes(block_hash[:8], "big") or 1
 
 
@@ -100,7 +100,7 @@ def namespace_root(namespace: int, names: Namespaces, loras: Mapping[int, str], 
         raise ValueError(f"names: got no entry for namespace {namespace}, wanted the Namespaces that issued it")
     salt, lora = names.describe(namespace)
     name = None if lora is None else loras.get(lora)
-    if name is None and lora is not None:  # None would be the name of the model without an adapter
+    if name is None and lora is not None:  # None stands for the model without an adapter
         raise ValueError(f"loras: got no name for adapter {lora}, wanted a name for each adapter in use")
     return root_hash(model, salt, name, key=key)
 
@@ -122,7 +122,7 @@ def encoded(name: str, value: str, wanted: str = "text") -> bytes:
 
 
 def hasher(person: bytes, key: bytes = b"", content: bytes = b"") -> hashlib.blake2b:
-    """Makes a BLAKE2b hasher with a person, which has read a key and some content."""
+    """Makes a BLAKE2b hasher with a personalisation string, which has read a key and some content."""
     if not isinstance(key, bytes) or len(key) > hashlib.blake2b.MAX_KEY_SIZE:
         got = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"  # never shows a secret
         raise ValueError(f"key: got {got}, wanted at most {hashlib.blake2b.MAX_KEY_SIZE} bytes")
@@ -130,7 +130,7 @@ def hasher(person: bytes, key: bytes = b"", content: bytes = b"") -> hashlib.bla
 
 
 class Hashing:
-    """Hashes the rows of an index's table. Objects with equal arguments are equal, so a single pass serves both.
+    """Hashes the rows of an index's table. Objects with equal arguments are equal, so they can share a pass.
 
     Args:
       names: the `Namespaces` of the cache. Blocks of other namespaces are not published. None means that all prompts
@@ -163,7 +163,7 @@ class Hashing:
         return Space(root, flags, salt, lora, name)
 
     def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int], spaces: dict[int, Space]) -> None:
-        """Writes the flags and hashes of stored rows, and adds these hashes to the group's.
+        """Writes the flags and hashes of stored rows, and adds the hashes to the group's hashes.
 
         Args:
           rows: i32[n, W]; the rows, with the parent's flags and hash where the parent is not in `rows`.
@@ -195,7 +195,7 @@ class Hashing:
         self._find_collisions(rows, among, hashes)
 
     def _find_collisions(self, rows: np.ndarray, among: list[int], hashes: set[int]) -> None:
-        """Flags rows whose 64 bits another block has, and their descendants. The first block keeps its hash."""
+        """Flags rows whose 64 bits belong to another block, and their descendants. The first block keeps its hash."""
         firsts = col.hashes_of(rows).tolist()
         flags = rows[:, col.FLAGS]
         new = set(firsts)
@@ -209,7 +209,7 @@ class Hashing:
             hashes |= new
 
     def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
-        """Removes the hashes of removed rows from the group's."""
+        """Removes the hashes of removed rows from the group's hashes."""
         is_published = rows[:, col.FLAGS] & (col.UNKNOWN | col.COLLISION) == 0
         hashes.difference_update(col.hashes_of(rows[is_published]).tolist())
 

@@ -14,9 +14,9 @@ from kvjax.state import COPYING, NO_BLOCK, Blocks, EvictionPolicy, Group
 
 
 def hold_source(group: Group, source: jax.Array) -> Group:
-    """Holds the block source i32[], or NO_BLOCK, from which a transition copies, until `unhold_sources`.
+    """Holds block source i32[] (or NO_BLOCK), the source of a copy, until `unhold_sources`.
 
-    This counts neither as a hit nor, at the end, as a release: the block keeps its place in the order of eviction.
+    This counts as neither a hit nor a release, so the block keeps its place in the order of eviction.
     """
     source = source[None]
     where = source >= 0
@@ -62,7 +62,7 @@ def give_back_shared(
 
 
 def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
-    """Takes a holder from each of ids i32[K], all different, where bool[K]; the first id is evicted first.
+    """Takes a holder from each of ids i32[K], all different, where bool[K]. The first id will be evicted first.
 
     A block without holders stays cached if it is findable, else it becomes empty.
     """
@@ -93,7 +93,7 @@ def merge(
 ) -> Group:
     """Moves holders from blocks ids i32[K] to equal blocks target i32[K], where bool[K]; ids become empty.
 
-    `first` bool[K] holds for a single entry among the entries that share a target.
+    `first` bool[K] is true for exactly one of the entries with the same target.
     """
     blocks = group.blocks
     unheld = count(where & first & (pick(blocks.refcount, target) == 0) & group.on_device(target))

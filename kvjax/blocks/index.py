@@ -2,9 +2,9 @@
 """The prefix index and the child index: two chained hash tables whose nodes are the blocks themselves.
 
 The prefix index finds the block of a key. The child index finds the children of a parent with a given first token,
-for reuse inside a block. Both live in one pair of link arrays (`state.Links`), so a batch of insertions or removals is
-a single pass for both. A chain never loses an entry, whatever the load. Blocks leave from the middle of chains in
-O(log(run of neighbours that leave together)) steps, without a loop over single blocks.
+for reuse inside a block. Both use the same pair of link arrays (`state.Links`), so a batch of insertions or removals is
+a single pass over both. Chains never lose an entry, however full the tables are. To remove n blocks that are neighbours
+in a chain takes O(log n) steps, without a loop over single blocks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     """Links the blocks ids i32[K] (where bool[K]) into both tables, by their key, parent and first token."""
     num_ids = blocks.refcount.shape[0]
     ids = ids[::-1]
-    where = where[::-1]  # so that `longest_child` meets the newest of equally good blocks first
+    where = where[::-1]  # so `longest_child` meets the newest of equally good blocks first
     first = pick(blocks.text, (ids, 0))
     buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, pick(blocks.parent, ids), first)]
     nowhere = np.iinfo(np.int32).max
@@ -117,7 +117,7 @@ def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> L
         return where & (x >= 0) & (x < 2 * num_ids) & (pick(fill, x % num_ids) == 0)
 
     def skip(carry):
-        # Pointer doubling over neighbours that leave together: each jumps to its neighbour's target.
+        # Pointer doubling over neighbours that leave together: each block takes over its neighbour's target.
         following, preceding, _ = carry
         after = pick(following, node)
         before = pick(preceding, node)
@@ -133,7 +133,7 @@ def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> L
     after = pick(following, node)
     before = pick(preceding, node)
     (following, preceding), after, before = fence((following, preceding), after, before)
-    # A run's members share both neighbours and write the same values.
+    # All members of a run have the same two neighbours, and write the same values.
     return Links(
         next=put(following, before, after, where, unique=False),
         prev=put(preceding, after, before, where & (after >= 0), unique=False),
@@ -141,7 +141,7 @@ def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> L
 
 
 def findable(blocks: Blocks) -> jax.Array:
-    """i32[]; the number of findable blocks (a pass over all of them, for tests and displays)."""
+    """i32[]; the number of findable blocks. It is a pass over all blocks, for tests and displays."""
     return count(blocks.fill > 0)
 
 

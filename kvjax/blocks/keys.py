@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys: a 64-bit hash of the prefix up to a block, in two u32 lanes.
 
-A key finds candidates and decides nothing: tokens, extra ids and parent links confirm every hit. The key of a prefix is
-the sum of one well-mixed number per block, which depends on the block's contents and depth. A prompt's keys are then a
-single cumulative sum, and a block's key follows from its parent's in O(P).
+A key only proposes candidates: tokens, extra ids and parent links confirm every hit. The key of a prefix is a sum with
+a term for each block, a well-mixed number that depends on the block's contents and depth. So a cumulative sum gives all
+keys of a prompt, and a block's key follows from its parent's key in O(P).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def root_key(namespace: jax.Array) -> jax.Array:
 
 
 def content_words(words: jax.Array, position, lane) -> jax.Array:
-    """u32[...]; the contribution of the token word u32[...] at `position` in its block to a lane of the block's key."""
+    """u32[...]; the term of a token word u32[...] at `position` of its block, in a lane of the block's key."""
     return mix(words + (position * np.uint32(0x9E3779B1) + lane))
 
 
@@ -89,16 +89,16 @@ _lock = threading.Lock()  # shared by all `Namespaces`, so that they can be pick
 
 
 class Namespaces:
-    """Interns (salt, LoRA) pairs as small numbers on the host. Equal pairs get equal numbers, different pairs never do.
+    """Numbers (salt, LoRA) pairs on the host. Equal pairs get the same number, and different pairs never do.
 
     The numbers separate tenants and versions of a model's weights: K/V of a number are never found under another
-    number. A cache knows nothing but the numbers, so a new version compiles nothing. `forget_namespaces` empties the
+    number. A cache sees only the numbers, so a new version compiles nothing. `forget_namespaces` empties the
     cached blocks of old versions. A version becomes part of the salt (`salted`), and so of hashes and of published
     events. If you save a cache, save `to_dict()` with it: a number from a fresh `Namespaces` may be another tenant's in
     the restored cache.
 
     A number returned by a call belongs to its pair for ever. A number returned by `lend` is given back when nothing
-    uses it any more, and its pair is forgotten. No number is ever reused for a second pair: there are 2**31 of them.
+    uses it any more, and its pair is forgotten. Numbers are never reused for a second pair: there are 2**31 of them.
 
     Example:
       >>> namespaces = kvjax.Namespaces()
@@ -114,7 +114,7 @@ class Namespaces:
         self._pairs: dict[int, tuple[str | None, int | None]] = {0: (None, None)}
         self._numbers: dict[tuple[str | None, int | None], int] = {(None, None): 0}
         self._next = 1
-        self._lent: dict[int, int] = {}  # the number of borrowers of each namespace that no call has returned
+        self._lent: dict[int, int] = {}  # the number of borrowers of each namespace that is only lent
 
     def __call__(self, salt: str | None = None, lora: int | None = None, *, weights: str | int | None = None) -> int:
         """Returns the number of this salt, adapter and version of the weights, to pass as `namespace`.
@@ -151,9 +151,9 @@ class Namespaces:
             return namespace
 
     def give_back(self, namespace: int) -> None:
-        """Gives a lent number back. The last borrower ends it, unless a call has returned the number as well.
+        """Gives a lent number back. The last borrower makes the object forget the pair, unless a call returned it too.
 
-        Give it back only when no block of a cache, no request and no later `admit` uses the number.
+        Do so only when no block of a cache, no request and no later `admit` uses the number.
         """
         with _lock:
             if namespace not in self._lent:
@@ -187,7 +187,7 @@ class Namespaces:
         """
         if not isinstance(salt, str | None):
             raise ValueError(f"salt: got {salt!r}, wanted a str or None")
-        if salt is not None and salt.startswith(_WEIGHTS):  # else a tenant could name another tenant's namespace
+        if salt is not None and salt.startswith(_WEIGHTS):  # otherwise a tenant could choose another tenant's namespace
             raise ValueError(f"salt: got {reprlib.repr(salt)}, wanted a salt that does not begin with {_WEIGHTS!r}")
         if weights is None:
             return salt

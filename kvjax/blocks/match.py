@@ -30,7 +30,7 @@ def longest_match(
     """Finds the longest cached prefix of a prompt in blocks i32[F, P]: whole blocks, then tokens of their best child.
 
     With windows, every group must also have all blocks that the next token can see. Each copied token may move a window
-    on, so a prefix may be valid only together with a copy. `tiers`, static, selects the tiers to search. With
+    forward, so a prefix may be valid only together with a copy. `tiers`, static, selects the tiers to search. With
     `alignment_tokens`, static, nothing is copied, and the prefix ends at a multiple of them.
     """
     group = state.groups[0]
@@ -91,7 +91,8 @@ def _longest_with_copy(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the longest end, among the possible ends bool[F + 1], whose copy is long enough.
 
-    The empty prefix needs no copy, so there is such an end. Returns it with the copy's source and its shared tokens.
+    Such an end exists, because the empty prefix needs no copy. Returns it, the source of the copy and its shared
+    tokens.
     """
     ends = np.arange(fits.shape[0], dtype=np.int32)
     num_whole = jnp.max(jnp.where(fits, ends, 0))
@@ -115,7 +116,7 @@ def _tokens_to_copy(
 ) -> jax.Array:
     """i32[F + 1]; tokens to copy after 0..F blocks until this window group has all blocks that the next token sees.
 
-    The number is 0 if the group has them at once, less than P if copying moves the window off a missing block, else P.
+    The number is 0 if the group has them already, less than P if copying moves the window off a missing block, else P.
     """
     assert spec.window is not None
     lacks = jnp.cumsum(~group.reachable(group.in_this_group(ids), tiers), dtype=jnp.int32)

@@ -21,11 +21,11 @@ def publish(
     depth: jax.Array,
     fill: jax.Array | int,
 ) -> tuple[Group, Records]:
-    """Makes blocks ids i32[K], where bool[K], findable by their `blocks.text`. All are different and not findable yet.
+    """Makes blocks ids i32[K] findable, where bool[K], by their `blocks.text`. All are different, none is findable yet.
 
-    No findable block has any of their keys u32[K, 2]. A parent i32[K, 2] is (block, namespace), where the namespace
-    counts if the block is NO_BLOCK; a parent may be among `ids`. `depth` i32[K] blocks come before each block, which
-    holds `fill` tokens, i32[] or i32[K]. Also returns K records, stored.
+    No findable block may have any of their keys u32[K, 2]. A parent i32[K, 2] is (block, namespace), and the namespace
+    matters only if the block is NO_BLOCK. Parents may be among `ids`. `depth` i32[K] blocks come before each block,
+    which holds `fill` tokens, i32[] or i32[K]. Also returns K records, stored.
     """
     blocks = group.blocks
     generation = add(blocks.generation, ids, 1, where)
@@ -60,8 +60,8 @@ def leave_index(
 ) -> tuple[Group, Records]:
     """Takes findable blocks ids i32[K], all different, where bool[K], out of the index of group `group_index`.
 
-    Either a block has no findable children, or all of them leave too. `counted` is False after `claim`, when parents
-    no longer count them as children. Also returns K records, removed.
+    If a block has findable children, all of them must leave too. `counted` is False after `claim`, which has already
+    subtracted these blocks from their parents' `children`. Also returns K records, removed.
     """
     blocks = group.blocks
     on_device = group.on_device(ids)
@@ -111,7 +111,7 @@ def forget_all(state: CacheState, group_index: int, removed: Records) -> tuple[C
 
 
 def descendants(blocks: Blocks, marked: jax.Array, when: jax.Array | bool = True) -> jax.Array:
-    """bool[B]; marked bool[B] and, when bool[], all their findable descendants, by a pass over all blocks a level."""
+    """bool[B]; marked bool[B] and, if `when`, all their findable descendants; a pass over all blocks for each level."""
     parent = blocks.parent[:, 0]
 
     def children(marked: jax.Array) -> jax.Array:

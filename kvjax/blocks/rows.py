@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 def most_columns(num_tokens: int, block_size: int) -> int:
-    """The largest number of columns of a row's table that its next `num_tokens` tokens can be in."""
+    """The largest number of columns that the next `num_tokens` tokens of a row can touch."""
     return (num_tokens + block_size - 2) // block_size + 1
 
 
@@ -90,13 +90,13 @@ def write_row(
 
 
 def fit(x: jax.Array, num_entries: int, fill: int) -> jax.Array:
-    """Cuts or pads x to `size` entries."""
+    """Cuts or pads x to `num_entries` entries."""
     padding = [(0, max(num_entries - x.shape[0], 0))] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x[:num_entries], padding, constant_values=fill)
 
 
 def table_entry(group: Group, rows, column: jax.Array) -> jax.Array:
-    """i32[...]; table[rows, column], NO_BLOCK before the first column, and any entry beyond the last."""
+    """i32[...]; table[rows, column]. It is NO_BLOCK before the first column, and arbitrary beyond the last."""
     ids = pick(group.table, (rows, column))
     return jnp.where(column >= 0, ids, NO_BLOCK)
 

@@ -31,12 +31,12 @@ def take(
     extra: jax.Array | int = 0,
     stays: bool = False,
 ) -> Taken:
-    """Takes `need` i32[] blocks for a holder each, all or none: empty blocks first, then victims of the policy.
+    """Takes `need` i32[] blocks, all or none, and gives each a holder: empty blocks first, then victims of the policy.
 
     Pass `priorities` i32[B] (`tiers.priorities`) between loops. Victims are then offloaded to the host, or removed if
-    their priority is below `min_priority`, and `onboarded` i32[size] blocks, different, findable, on the host and
-    packed, come back (`transfers.py`). `extra` i32[] more blocks are emptied. With `stays`, static, all offloaded
-    blocks stay on the host.
+    their priority is below `min_priority`, and the blocks `onboarded` i32[size] come back (`transfers.py`): they are
+    different, findable, on the host, and packed to the front. `extra` i32[] more blocks are emptied. With `stays`,
+    static, none of the offloaded blocks may become a victim of the host.
 
     Without priorities, `take` never touches the host, and no device block with descendants on the host is evicted.
 

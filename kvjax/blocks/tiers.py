@@ -17,7 +17,7 @@ from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Hos
 
 
 def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax.Array:
-    """bool[B]; marked bool[B] and their ancestors on the same tier. `on_device` bool[B] tells the tiers apart."""
+    """bool[B]; marked bool[B] and their ancestors on the same tier. `on_device` bool[B] has the tier of each block."""
     blocks = group.blocks
     parent = blocks.parent[:, 0]
     follows = (blocks.fill > 0) & (parent >= 0) & (on_device == pick(on_device, parent))
@@ -63,11 +63,10 @@ def _mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.
 def take_over(
     group: Group, group_index: int, policy: EvictionPolicy, ids: jax.Array, target: jax.Array, where: jax.Array
 ) -> tuple[Group, Records]:
-    """Gives host blocks target i32[K], where bool[K], the device rows of equal blocks ids i32[K], all different.
+    """Gives host blocks target i32[K], where bool[K], the device rows of the equal blocks ids i32[K], all different.
 
-    Call it before `merge`: newly computed K/V need not come from the host. Children that stay on the host
-    keep the block and its ancestors from being evicted inside a loop. Also returns K records, updated, or no records
-    without a host tier.
+    Call it before `merge`, so newly computed K/V need not come from the host. If the block has children that stay on
+    the host, no loop can evict it or its ancestors. Also returns K records, updated, or no records without a host tier.
     """
     blocks = group.blocks
     host = group.host
@@ -119,7 +118,7 @@ def keep_host_policy(empty: Group, group: Group, policy: EvictionPolicy) -> Grou
 
 
 def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
-    """Tells the host's policy that blocks ids i32[K] on the host, where bool[K], have lost their last holder."""
+    """Tells the host's policy that blocks ids i32[K] on the host, where bool[K], have lost their last holders."""
     ids = jnp.where(where, ids, NO_BLOCK)
     return with_host(group, lambda host: host.replace(policy=policy.touched(host.policy, group.blocks, ids, now)))
 
@@ -174,7 +173,7 @@ def host_of(group: Group) -> Host:
 def order_copy(
     group: Group, group_index: int, source: jax.Array, block: jax.Array, where: jax.Array, prefix: jax.Array
 ) -> tuple[Group, Transfer]:
-    """Orders a copy from source i32[] on the host to block i32[1], where bool[], as a move of the block.
+    """Orders a copy from host block source i32[] to block i32[1], where bool[], in the form of a move.
 
     No loop may evict the prefix i32[.] of a moving block.
     """
@@ -197,7 +196,7 @@ def order_copy(
 
 
 def next_move(host: Host) -> jax.Array:
-    """i32[]; the id of the next move. Wrapping skips 0, which means no move."""
+    """i32[]; the id of the next move. Ids wrap, and skip 0, which means no move."""
     return jnp.where(host.num_moves == -1, 1, host.num_moves + 1)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers: blocks of a group change tier.
+"""Transfers move the blocks of a group from tier to tier.
 
-A block keeps its id when it moves: no table, link or index changes, only its pool row. A call sorts blocks into parts
-by their start and their end:
+A moving block keeps its id: tables, links and indexes stay the same, and only its pool row changes. A call sorts blocks
+into parts, by the tiers where they begin and end:
 
                   device             host                nowhere
     offloaded     3, 4  ---------->  3, 4                          findable on the host from then on
@@ -40,7 +40,7 @@ class Outgoing(Pytree, static=("held", "stays")):
     where: jax.Array  # bool; the entries that count
     to_host: jax.Array  # bool; whether the block goes to the host or is evicted
     held: bool = False  # static; whether rows hold the blocks and keep them (a swap)
-    stays: bool = False  # static; whether all blocks that go to the host stay there, so that it has other victims
+    stays: bool = False  # static; whether all blocks that go to the host stay there, so its victims are others
 
 
 class Transfers(Pytree):
@@ -145,7 +145,7 @@ def plan_transfers(
     has_parent = (pick(blocks.fill, ids) > 0) & (parent >= 0)
     host = host.replace(num_host_children=add(host.num_host_children, parent, 1, to_host & has_parent, unique=False))
 
-    # All descendants of an evicted block go with it. They are on the host, since the device loses leaves first.
+    # All descendants of an evicted block leave with it. They are on the host, since leaves leave the device first.
     evicted = outgoing.where & ~outgoing.to_host
     doomed = descendants(
         blocks, is_among(num_ids, ids, evicted), jnp.any(evicted & (pick(host.num_host_children, ids) > 0))
@@ -155,7 +155,8 @@ def plan_transfers(
     pulled_down = jnp.nonzero(doomed & ~is_outgoing, size=size, fill_value=NO_BLOCK)[0].astype(jnp.int32)
     ok = ok & (count(doomed & ~is_outgoing) <= size)
 
-    # The host's victims are chosen as if all blocks had arrived: an arrival may be a victim unless it must stay.
+    # The host's victims are chosen as if all blocks had arrived. An arriving block may be a victim, unless it must
+    # stay.
     offloaded = to_host & ~pick(doomed, ids)
     capacity = host.num_empty + count(pulled_down >= 0) + count(onboarded >= 0)
     overflow = jnp.maximum(count(offloaded) - capacity, 0)
@@ -188,7 +189,7 @@ def _host_victims(
     exempt = is_among(num_ids, onboarded, onboarded >= 0) | doomed
     exempt = exempt | incoming if outgoing.stays else exempt
     refcount = put(blocks.refcount, outgoing.ids, 0, offloaded & (not outgoing.held))
-    # The policy sees a block's children on the host as its only children.
+    # The policy counts only a block's children on the host.
     seen = blocks.replace(refcount=refcount, children=host.num_host_children)
     moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~incoming)
     pstate = policy.touched(host.policy, seen, jnp.where(offloaded & (not outgoing.held), outgoing.ids, NO_BLOCK), now)

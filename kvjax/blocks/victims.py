@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims the blocks named by a policy."""
+"""Claims the blocks that a policy names."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Taken(Pytree):
 def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:
     """Gives each victim a holder and subtracts it from its parent's `children`.
 
-    Whatever a policy names, the claimed blocks are all different, each after all its findable children.
+    Even if the policy names other blocks, the claimed blocks are all different, each after all its findable children.
     """
     refcount, named = last_of_each(blocks.refcount, ids, where)
     parent = pick(blocks.parent, ids)[:, 0]
     above = jnp.where(parent >= 0, pick(refcount, parent), 0)
-    # A parent among the victims has a mark of `last_of_each`, smaller than its child's if the parent is named later.
+    # If a parent is among the victims, its mark of `last_of_each` is smaller than its child's if it is named later.
     in_order = named & ((above >= 0) | (above < -1 - np.arange(ids.shape[0], dtype=np.int32)))
     children = add(blocks.children, parent, -1, in_order & (parent >= 0), unique=False)
 

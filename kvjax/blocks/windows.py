@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Window groups: blocks of layers with a sliding attention window, or of recurrent layers.
 
-The first group holds all blocks of every sequence: it compares contents, links prefixes and finds them, once for all
-groups. A window group has blocks of its own for the positions its layers can still see. Each is linked to
-the block of the first group with the same prefix, its `group0_block`:
+The first group holds all blocks of every sequence. It compares contents, links prefixes and finds them on behalf of all
+groups. A window group has its own blocks for the positions that its layers can still see. Each is linked to the block
+of the first group with the same prefix, its `group0_block`:
 
     first group   table 2 0 3 7    root <- 2 <- 0 <- 3       7 being filled
     window group  table - - 5 1    group0_block of 5: 3            1 being filled
 
 A window block is found through its `group0_block` and leaves the index with it, so hits are exact in every group.
-Victims are chosen by age alone: the front of a sequence leaves before its end, since no window block depends on
-another.
+Victims are chosen only by age: the front of a sequence leaves before its end, since no window block depends on another.
 
-A recurrent layer is a window of 2: the next token needs the block of the token before, which holds a snapshot, the
-state after that token. A snapshot that a row has gone past and that has a single child leaves before snapshots with no
+A recurrent layer counts as a window of 2: the next token needs the block of the previous token, which holds a snapshot,
+the state after that token. A snapshot with a single child, which a row has gone past, leaves before snapshots with no
 child or with several. The ends of conversations and the shared prefixes of prompts stay longest.
 
 Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
@@ -52,7 +51,7 @@ def policy_of(state: CacheState, group_index: int) -> EvictionPolicy:
 
 
 def own_policy(blocks: Blocks) -> EvictionPolicy:
-    """Returns the policy of a window group: by age, but snapshots passed by a row leave first."""
+    """Returns the policy of a window group: by age, except that snapshots passed by a row leave first."""
     return WINDOWS if blocks.passed is None else SNAPSHOTS
 
 
@@ -168,8 +167,8 @@ def slide(
 def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Group:
     """Marks the snapshots passed by rows, among newly filled blocks and their parents.
 
-    With its first child a snapshot becomes one of the first to leave. With its second child, where prompts part,
-    it no longer is. `tree` is the first group, and `dedup` [K] its outcome for the filled blocks.
+    A snapshot with a first child is marked, so it leaves early. A second child, which means that prompts part there,
+    removes the mark. `tree` is the first group, and `dedup` [K] its outcome for the filled blocks.
     """
     if group.blocks.passed is None:
         return group
@@ -202,7 +201,7 @@ def mark(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.A
 def regain(
     groups: Sequence[Group], tables: Sequence[jax.Array], lacking: Sequence[jax.Array], ok: jax.Array
 ) -> tuple[jax.Array, list[Group], list[jax.Array]]:
-    """Holds the blocks that a row's windows lack again, where ok bool[], if all of them are on the device; else none.
+    """Holds again the blocks that a row's windows lack, where ok bool[], if all of them are on the device, or none.
 
     `tables` i32[M] are the row's tables in all groups. `lacking` bool[M], for each window group, has the columns to
     fill. Returns whether it was done, the window groups, and the tables of all groups.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspects a cache: its soundness and its contents, as text, numbers and pictures."""
+"""Checks a cache, and shows its contents as text, numbers and pictures."""
 
 from kvjax.debug.counts import Stats, stats
 from kvjax.debug.invariants import check

@@ -63,7 +63,7 @@ class Stats:
 
     @property
     def filled_slots(self) -> int:
-        """Slots with K/V in use or for reuse."""
+        """Slots with K/V, of active and cached blocks."""
         return self.written_slots + self.cached_slots
 
     @property
@@ -73,7 +73,7 @@ class Stats:
 
     @property
     def filled_share(self) -> float:
-        """Share of all slots with K/V in use or for reuse."""
+        """Share of all slots that hold K/V."""
         return self.filled_slots / self.total_slots if self.total_slots else 0.0
 
     @property
@@ -84,7 +84,7 @@ class Stats:
 
     @property
     def sharing(self) -> float:
-        """Number of rows that read the average written slot. At 1.0 nothing is shared."""
+        """Average number of rows that read a written slot. At 1.0 nothing is shared."""
         return self.row_tokens / self.written_slots if self.written_slots else 1.0
 
     @property
@@ -106,8 +106,8 @@ def stats(state: CacheState, group: int = 0) -> Stats:
       group: index of the group.
 
     Returns:
-      Counts of the present blocks, slots and rows. The events, not the state, have the history: tokens queried and
-      reused, copies, evictions.
+      Counts of the present blocks, slots and rows. For the history (tokens queried and reused, copies, evictions) read
+      the events, because a state does not have it.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -171,7 +171,7 @@ def change(old: int, new: int) -> str:
 
 @own_transfers()
 def one_line(owner: Any, state: Any, *sizes: str) -> str:
-    """A line for a state or its owner, even if traced or donated: shapes, sizes, and counts if possible."""
+    """A line for a state or its owner, even if traced or donated: shapes and sizes, and counts if they can be read."""
     spec = state.spec
     reason = uncounted(owner, state)
     line = f"blocks of {spec.block_size:,} tokens, {spec.max_seqs:,} rows of up to {spec.max_blocks_per_seq:,} blocks"

@@ -46,6 +46,7 @@ class Inspection:
     committed: np.ndarray  # i32[S]
     held: np.ndarray  # i32[S]; written tokens of each row in its blocks on the device; fewer with a window
     swapped: np.ndarray  # bool[S]; swapped-out rows
+    holes: np.ndarray  # bool[S, M]; table entries that their rows no longer read
 
     @property
     def used(self) -> np.ndarray:
@@ -65,7 +66,7 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     blocks = inspected.blocks
     size = state.spec.block_size
     if blocks.refcount.ndim != 1:
-        raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted one cache of them")
+        raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted those of one cache")
     ids = np.arange(len(blocks.refcount), dtype=np.int32)
     table = inspected.table
     is_block = (table >= 0) & (table < len(ids))
@@ -86,7 +87,8 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     unused = (condition == Condition.EMPTY) & (ids >= inspected.num_blocks) & (ids < len(inspected.empty)) & on_device
     condition = np.where(on_device, condition, condition + (Condition.ON_HOST_EMPTY - Condition.EMPTY))
     written = np.maximum(reach(seqs.committed), blocks.fill)
-    counted = is_block & on_device[np.where(is_block, table, 0)]
+    holes = np.zeros(table.shape, np.bool_) if group or seqs.holes is None else seqs.holes
+    counted = is_block & ~holes & on_device[np.where(is_block, table, 0)]
     return Inspection(
         condition=np.where(unused, Condition.UNUSED, condition),
         moving=np.asarray(inspected.moving(ids)),
@@ -102,6 +104,7 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
         committed=seqs.committed,
         held=np.sum(np.where(counted, inside(seqs.committed), 0), axis=1),
         swapped=np.asarray(seqs.swapped_out),
+        holes=holes,
     )
 
 

@@ -22,7 +22,7 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
 
     Args:
       state: the cache, not traced.
-      rows: rows that may be in use, such as none after a run that releases all of its rows; None means any.
+      rows: rows that may be in use, such as () after a run that releases all of its rows; None means any rows.
 
     Raises:
       AssertionError: for broken invariants, with their names and a drawing of the state.
@@ -64,6 +64,10 @@ def _check_rows(state: Any, group_index: int) -> list[str]:
     keeps = state.spec.groups[group_index].keeps
     columns = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (columns[None] < held[:, None]) & np.asarray(keeps(columns[None], seqs.committed[:, None], size))
+    has_holes = group is state.groups[0] and seqs.holes is not None
+    holes = seqs.holes if has_holes else np.zeros_like(inside)
+    lacking = holes & (group.table == NO_BLOCK)
+    inside = inside & ~lacking
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
     swapped_out = np.asarray(seqs.swapped_out)
     on_device = (group.table < 0) | _on_device(group)[_inside(group.table, group.blocks.fill)]
@@ -73,6 +77,7 @@ def _check_rows(state: Any, group_index: int) -> list[str]:
         tables_hold_blocks_for_their_length=np.where(inside, group.table >= 0, group.table == NO_BLOCK),
         table_entries_are_blocks=group.table < group.blocks.refcount.shape[0],
         entries_of_a_row_differ=not any(repeats),
+        only_written_blocks_are_holes=~holes | ((columns[None] + 1) * size <= seqs.committed[:, None]),
         only_rows_in_use_are_swapped_out=~swapped_out | (seqs.length > 0),
         rows_that_are_not_swapped_out_are_on_the_device=on_device | swapped_out[:, None],
     )

@@ -58,7 +58,7 @@ _MAX_LABELLED_COLUMNS = 32
 _INCHES = 10.0  # width of a new figure
 _GAP = 0.1  # between cells, in cells
 
-# The filling of a cell: stretches (from, to, colour, strength) on 0..1; later stretches cover earlier stretches.
+# How a cell is filled: stretches (from, to, colour, strength) on 0..1. Later stretches cover earlier stretches.
 _Stretches = list[tuple[float, float, str, float]]
 
 
@@ -74,9 +74,9 @@ def plot_blocks(
 ) -> Axes:
     """Draws the blocks of a cache, coloured by condition and filled up to their last token.
 
-    A cell of the map is a block. In a cache of more than 2,048 blocks it is a run of blocks, divided by the shares of
-    their conditions. Each lane is a row's block table, in the colours of the map. A run of blocks outside the window is
-    a single cell with their number. A block on the move has a mark at its left.
+    A cell of the map is a block. In a cache of more than 2,048 blocks it is a run of blocks, divided according to their
+    conditions. Each lane is a row's block table, in the colours of the map. A run of blocks outside the window is a
+    single cell with the number of blocks. A block on the move has a mark at its left.
 
     Args:
       state: the cache, not traced.
@@ -110,7 +110,7 @@ def plot_blocks(
 
 
 class _Drawing:
-    """Collects cells and labels in units of cells, y downwards, and hands them all to matplotlib at the end."""
+    """Collects cells and labels in units of cells, y downwards, and passes all of them to matplotlib at the end."""
 
     def __init__(self, columns: int, numbered: bool, kinds: list[str]):
         self.columns = columns
@@ -184,7 +184,7 @@ def _draw_map(drawing: _Drawing, seen: Inspection, per_cell: int) -> None:
 
 
 def _draw_lanes(drawing: _Drawing, seen: Inspection, lanes: list[int], gaps: bool) -> None:
-    """Draws a lane for each row in use, blocks in the order of its table. `gaps`: rows may lack blocks."""
+    """Draws a lane for each row in use, with its blocks in order. `gaps` says whether rows may lack blocks."""
     if not lanes:
         return
     drawing.bottom += 0.6

@@ -18,8 +18,8 @@ from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.spec import Kind
 from kvjax.state import NO_BLOCK, CacheState
 
-_MAX_SINGLES = 4  # rows without company that get a line each, after a branching
-_Branch = tuple[int, list[int], list[int]]  # depth, blocks, rows; no blocks if each row goes on alone
+_MAX_SINGLES = 4  # rows that continue alone after a branch, and get a line each
+_Branch = tuple[int, list[int], list[int]]  # depth, blocks, rows; no blocks if each row continues alone
 _MAX_DIGIT = 9  # the most holders of a block that a digit shows
 _SIGNS = {
     Condition.UNUSED: " ",
@@ -48,7 +48,7 @@ _WORDS = {
 
 @on_state
 def show(state: CacheState, *, since: CacheState | None = None, width: int = 100, max_lines: int = 16) -> str:
-    """Draws a cache as text, even a broken cache: `check` puts the drawing into its message.
+    """Draws a cache as text. It can draw broken caches, and `check` puts the drawing into its message.
 
     A running loop has donated its arrays. In another thread, draw a copy, such as `progress.state` of a `stream`.
 
@@ -61,8 +61,8 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
 
     Returns:
       Several lines. If a group has more active and cached blocks than `max_lines`, a line says so in place of the tree
-      of contents. Groups with windows never have this tree, nor the tree of shared prefixes, because their blocks hold
-      the same tokens as the first group's.
+      of contents. Groups with windows have neither this tree nor the tree of shared prefixes, because their tokens are
+      in the first group.
 
     Raises:
       ValueError: if `since` is no state, or a state of another spec.
@@ -111,7 +111,7 @@ def _drawing(heads: Iterable[str], parts: Iterable[Iterable[str]], width: int) -
 
 
 def page(cache: Any) -> str:
-    """The line of a state, or of its owner, for a notebook, with a drawing if its blocks can be counted."""
+    """HTML for a notebook: the line of a state or its owner, with a drawing if its blocks can be counted."""
     state = cache if isinstance(cache, CacheState) else cache.state
     drawing = ""
     if not uncounted(cache, state):
@@ -119,7 +119,7 @@ def page(cache: Any) -> str:
     return f"<pre>{html.escape(repr(cache) + drawing)}</pre>"
 
 
-# Lets a state show itself without an import of this room.
+# Lets a state print itself without importing this package.
 setattr(CacheState, "__repr__", lambda state: one_line(state, state))  # noqa: B010
 setattr(CacheState, "_repr_html_", page)  # noqa: B010
 
@@ -133,7 +133,9 @@ def _rows(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
         committed = int(seen.committed[seq])
         written = "" if committed == length else f" ({committed:,} written)"
         swapped_out = ", swapped out" if seen.swapped[seq] else ""
-        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{swapped_out}  blocks "
+        num_holes = int(seen.holes[seq].sum())
+        holes = f", {num_holes:,} holes" if num_holes else ""
+        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{swapped_out}{holes}  blocks "
         table = seen.table[seq]
         last = np.flatnonzero(table != NO_BLOCK)
         yield head + fit(runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))
@@ -252,7 +254,7 @@ def _block(seen: Inspection, block: int, indent: str, width: int) -> str:
 
 
 def _map(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """A character for each block, or for each run of blocks if many are used. Unused lines are in words."""
+    """A character for each block, or for each run of blocks if many are used. Unused lines are described in words."""
     num_blocks = len(seen.condition)
     digits = len(f"{num_blocks - 1:,}")
     columns = max((width - digits - 1) // 11 * 10, 10)  # tens, with a blank before each
@@ -371,7 +373,7 @@ def _without(blocks: np.ndarray, others: np.ndarray) -> list[int]:
 
 
 def _changed_blocks(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
-    """Lines for the blocks with the same change of condition. Empty blocks that change the tier have none."""
+    """Lines for the blocks with the same change of condition. Empty blocks that change the tier are left out."""
     replaced = (old.fill > 0) & (new.fill > 0) & (old.generation != new.generation)
     fields = ("condition", "moving", "refcount")
     differs = np.any([getattr(old, name) != getattr(new, name) for name in fields], axis=0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: the changes of a transition, as data. They order moves of bytes, and tell all readers of the index.
+"""Events: the changes of a transition, as data. They order the moves of bytes, and let readers follow the index.
 
-Inside `jit` events are arrays of a fixed size with padding; on the host they are a list of dicts. Their law:
+Inside `jit` events are arrays of a fixed size with padding. On the host they are a list of dicts. They obey a law:
 `fold(events)` gives exactly the index of the state returned with them, from any snapshot and for any interleaving.
 """
 

@@ -13,7 +13,7 @@ HASH = 9
 ABOVE = 13
 SIZE = 17
 TEXT = 18
-# Flags. All but PARTIAL describe the whole prefix, so a wire that skips a block skips its children too.
+# Flags. All except PARTIAL describe the whole prefix, so a wire that skips a block also skips its children.
 PARTIAL, UNKNOWN, SALT, LORA, EXTRA, COLLISION = (1 << bit for bit in range(6))
 
 

@@ -32,7 +32,7 @@ class HostEvents:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether these events describe a whole cache by themselves: they begin with cleared groups."""
+        """Whether these events describe a whole cache, because they begin with cleared groups."""
         return self.records[:1, 0].tolist() == [EventKind.CLEARED]
 
     @property
@@ -42,9 +42,9 @@ class HostEvents:
 
     @functools.cached_property
     def steps(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Runs of records of the same kind, as few as possible: (kind, records, text of the stored records).
+        """Splits the records into few runs of the same kind: (kind, records, text of the stored records).
 
-        Removed and stored records are exchanged where the result stays the same, so removals come first.
+        Removed records move before stored records where this does not change the result.
         """
         records = self.records
         kinds = records[:, 0]
@@ -65,7 +65,7 @@ class HostEvents:
         return [step for step in result if len(step[1])]
 
     def once(self, owner: object, compute: Callable[[HostEvents], Any]) -> Any:
-        """Computes a value for an owner on its first request, and keeps the value or the error."""
+        """Computes a value for an owner when it first asks, and keeps the value or the error."""
         if owner not in self._results:
             try:
                 self._results[owner] = compute(self)
@@ -131,7 +131,7 @@ def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _cuts(records: np.ndarray) -> list[int]:
-    """The cuts between removed and stored records. No part then stores a block and removes it again."""
+    """The cuts between records, such that no part stores a block and removes it again."""
     cuts = []
     stored = set[tuple[int, int]]()
     if np.all(records[1:, 0] >= records[:-1, 0]):  # REMOVED < STORED: one transition's records, usually

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of cached blocks, from the events alone: a single fold for all wires, in arrays by (group, block).
+"""The index of cached blocks, built only from the events. All wires share this fold, in arrays by (group, block).
 
     events ── fold ──> changes: stored, removed or updated rows of the table
                           │
                           └── an encoder per wire (`interop/encoder.py`) ──> bytes
 
-A block has at most a single findable node at a time, so a row of words for each block is enough:
+A block has at most a single findable node at a time, so each block needs only a row of words:
 
     generation, parent (block, generation), fill, level, priority      as in the record that stored the node
     namespace, depth                                                    of the whole prefix
     flags, hash                                                         by a `RowHashing`, if the map has one
     hash of the prefix before, size, tokens, extra ids                  the hashed content
 
-A single assignment copies many records. A block's content is put together once, for its hash and for all wires.
+A single assignment copies many records. A block's content is assembled once, for its hash and for all wires.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class RowHashing(Protocol):
     """A way to hash the rows of the table, such as `kvjax.interop.hashing.Hashing`."""
 
     def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int], spaces: dict[int, Space]) -> None:
-        """Writes the flags and hashes of stored rows, and adds the hashes to the group's."""
+        """Writes the flags and hashes of stored rows, and adds the hashes to the group's hashes."""
 
     def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
-        """Removes the hashes of removed rows from the group's."""
+        """Removes the hashes of removed rows from the group's hashes."""
 
 
 class Change(NamedTuple):
@@ -88,7 +88,7 @@ class Nodes:
 
 
 class _Contents:
-    """The tables of a map, and the hashing of their rows. Maps may share contents, and count their versions."""
+    """The tables of a map, and the hashing of their rows. Maps may share contents, which have a version number."""
 
     def __init__(self, spec: CacheSpec, hashing: RowHashing | None):
         width = col.TEXT + spec.block_size * len(parts_of(spec))
@@ -96,8 +96,8 @@ class _Contents:
         self.hashing = hashing
         self.is_shared = False
         self.version = 0
-        # The spaces of present blocks and of some former blocks. A copied row keeps a reference to this dict, so
-        # `Namespaces` may forget a pair as soon as the cache has none of its blocks: a new dict then replaces this one.
+        # The spaces of present blocks and of some former blocks. `Namespaces` may forget a pair as soon as the cache
+        # has none of its blocks. Then a new dict replaces this dict, to which copied rows keep a reference.
         self.spaces: dict[int, Space] = {}
         self._max_spaces = _FEW_SPACES
 
@@ -120,7 +120,7 @@ class _Contents:
 
 
 class NodeMap:
-    """An index of the cached blocks, from the events alone. Its memory is O(blocks).
+    """An index of the cached blocks, built only from events. Its memory is O(blocks).
 
     After a ValueError for impossible events the contents are undefined. `attach` restores them, and so do events that
     begin with cleared groups, such as a snapshot of `kvjax.events.Listeners`.
@@ -146,7 +146,7 @@ class NodeMap:
         self._replace(_Contents(spec, hashing))
 
     def _replace(self, contents: _Contents) -> None:
-        """Takes contents of its own."""
+        """Replaces the contents by unshared contents."""
         self._contents = contents
         self._version = 0
 
@@ -177,7 +177,7 @@ class NodeMap:
         """
         contents = self._contents
         events = host_events(events, self.spec)
-        if not len(events.records):  # some of the maps that share contents never ask for such events
+        if not len(events.records):  # maps that share contents may skip such events
             return []
         if not contents.is_shared:
             return self._fold(events)
@@ -233,7 +233,7 @@ class NodeMap:
 
     def _clear(self, group_index: int) -> Change:
         change = self._forget(EventKind.CLEARED, group_index, self.groups[group_index].live[::-1])  # children first
-        self.groups[group_index].hashes.clear()  # after impossible events it may have hashes without blocks
+        self.groups[group_index].hashes.clear()  # impossible events may have left hashes without blocks
         others = (index for index, group in enumerate(self.groups) if group.table[:, col.FILL].any())
         return change._replace(others=frozenset(others))
 
@@ -246,7 +246,7 @@ class NodeMap:
         return Change(kind, group_index, blocks, rows)
 
     def _update(self, group_index: int, records: np.ndarray) -> Change:
-        """Updates nodes. A node may be updated several times, to and fro: the last update counts."""
+        """Updates nodes. If a node is updated several times, the last update counts."""
         table = self.groups[group_index].table
         blocks = self._blocks(group_index, records)
         level_and_priority = slice(col.LEVEL, col.NAMESPACE)
@@ -266,7 +266,7 @@ class NodeMap:
         )
 
     def write(self, change: Change) -> None:
-        """Applies a change of another map, whose copy this map is. Such a copy folds no events of its own."""
+        """Applies a change of another map. This map must be a copy of it, and must not fold events itself."""
         table = self.groups[change.group].table
         if change.kind in (EventKind.REMOVED, EventKind.CLEARED):
             table[change.blocks, col.FILL] = 0
@@ -286,7 +286,7 @@ class NodeMap:
         self._fold(host_events(events, self.spec))
 
     def snapshot(self) -> list[Change]:
-        """The changes to store all cached blocks: in each group parents first, with unbroken prefixes."""
+        """The changes that store all cached blocks: in each group parents first, with unbroken prefixes."""
         spaces = self._contents.spaces
         changes = []
         for group_index, group in enumerate(self.groups):
@@ -315,7 +315,7 @@ class NodeMap:
             text = row[col.TEXT :].reshape(-1, size)[:, : row[col.FILL]].tolist()
             parts.append(text[0] if len(text) == 1 else zip(*text, strict=True))
             parent = int(row[col.PARENT])
-            if parent < 0 or parent in seen:  # impossible events may make a circle
+            if parent < 0 or parent in seen:  # impossible events may create a cycle
                 return tuple(itertools.chain.from_iterable(reversed(parts)))
             seen.add(parent)
             row = self.groups[0].table[parent]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners get a cache's events, and cannot harm the cache, its requests or each other.
+"""Listeners get a cache's events. A listener that fails harms neither the cache, nor its requests, nor other listeners.
 
 events    go to each listener. A listener falls behind when it raises, and gets no more events
 snapshot  of the cache's state goes to a listener that is behind. It replaces all missed events
@@ -31,7 +31,7 @@ _LONGEST_WAIT = 30.0
 
 @dataclasses.dataclass(eq=False)
 class _Standing:
-    """The failures of a listener, in all of its runs."""
+    """The failures of a listener, across all its runs."""
 
     failures: int = 0
     missed: int = 0
@@ -53,12 +53,12 @@ class _Standing:
         return self.is_behind and time.monotonic() >= self.retry_at
 
 
-# By the identity of a function, or of an object and the name of its method. An entry lives as long as its owner.
+# Keyed by the identity of a function, or of an object and the name of its method. An entry lives as long as its owner.
 _standings: dict[tuple[Hashable, ...], _Standing] = {}
 
 
 def _standing_of(listener: Callable[..., object], leading: tuple[Hashable, ...]) -> _Standing:
-    """The standing of a listener, new each time if the listener takes no weak references."""
+    """The standing of a listener. If the listener supports no weak references, it is new in each call."""
     owner = getattr(listener, "__self__", listener)
     key = id(owner), getattr(listener, "__name__", ""), *leading
     if key not in _standings:
@@ -73,11 +73,11 @@ def _standing_of(listener: Callable[..., object], leading: tuple[Hashable, ...])
 class Listeners:
     """Calls listeners with a cache's events. If a listener raises, only its own events are lost.
 
-    `kvjax` logs a failure. A failed listener is behind, and gets no more events. After a while it is called with a
-    snapshot: an `EventLog` of created and cleared groups, and of all cached blocks. `fold` turns the snapshot
-    into the cache's index, whatever the listener had before. `generate`, `stream`, `run_batch`, `Engine` and
-    `Replicas` call each listener in this way. An interrupt, such as KeyboardInterrupt, is raised
-    after all listeners have got the events.
+    The logger `kvjax` records the failure. The listener is then behind, and gets no more events until it is called with
+    a snapshot: an `EventLog` of created and cleared groups, and of all cached blocks. `fold` turns the snapshot into
+    the cache's index, whatever the listener had before. `generate`, `stream`, `run_batch`, `Engine` and `Replicas` call
+    each listener in this way. An interrupt, such as KeyboardInterrupt, is raised after all listeners have got the
+    events.
 
     Args:
       listeners: functions of `Events`, an `EventLog` or other events. If the object of a method has a true `is_behind`
@@ -108,7 +108,7 @@ class Listeners:
 
     @classmethod
     def of(cls, listener: Listener) -> Listeners:
-        """The argument itself, or `Listeners` with this function alone."""
+        """Returns the argument itself if it is a `Listeners`, and else `Listeners` of this function."""
         return listener if isinstance(listener, Listeners) else cls(listener)
 
     def __call__(self, events: Any) -> None:
@@ -199,14 +199,14 @@ class Listeners:
         return interrupts
 
     def _read(self, events: Any, *, is_shared: bool) -> Any:
-        """The events in the form that listeners get, which may be shared."""
+        """The events in the form that listeners get. The form may be shared."""
         return events
 
     def _fall_behind(self, index: int) -> None:
-        """Reacts to a listener's failure."""
+        """Does nothing. A subclass may react to a listener's failure here."""
 
 
 def _begins_anew(events: Any) -> bool:
-    """Whether events describe a whole cache by themselves, like a snapshot or the events of `reset`."""
+    """Whether events describe a whole cache, like a snapshot or the events of `reset`."""
     records = np.asarray(jax.device_get(events.records)).reshape(-1, len(COLUMNS))
     return records[:1, 0].tolist() in ([EventKind.CREATED], [EventKind.CLEARED])

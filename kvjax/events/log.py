@@ -42,7 +42,7 @@ class EventLog(Records):
 
     @property
     def num_free(self) -> jax.Array:
-        """i32[]; further events that fit. A loop may go on while this is at least its step's worst case."""
+        """i32[]; further events that fit. A loop may continue while this is at least the worst case of its step."""
         return self.records.shape[0] - self.size
 
     tokens = property(lambda self: self.text.tokens)
@@ -120,7 +120,7 @@ def append(log: EventLog, *events: Events) -> EventLog:
 def lookups(log: EventLog, events: Iterable[Events]) -> dict[str, jax.Array]:
     """The log's `queried`, `cached` and `unusable`, plus the counts of transitions."""
 
-    def total(name: str) -> jax.Array:  # verbs that admit nothing add zeros, which XLA folds away
+    def total(name: str) -> jax.Array:  # verbs that admit nothing add zeros, and XLA removes them
         counts = (jnp.sum(getattr(transition, name), dtype=jnp.int32) for transition in events)
         return sum(counts, getattr(log, name))
 

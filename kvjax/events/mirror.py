@@ -79,7 +79,7 @@ Entry = tuple[int, tuple, int, int]  # namespace, token path, level, priority
 
 @dataclasses.dataclass(frozen=True)
 class Mirror:
-    """The cache's index, as known from the events alone.
+    """The cache's index, rebuilt only from events.
 
     Attributes:
       nodes: {(group, block, generation): (namespace, token path, level, priority)}.
@@ -168,7 +168,7 @@ def _stored(event: dict[str, Any], nodes: dict[Node, Entry]) -> Entry:
 
 @on_state
 def snapshot(state: CacheState) -> list[dict[str, Any]]:
-    """The events to build the cache's index: created, then stored. For a reader who joins late.
+    """The events that build the cache's index, for a reader who joins late: created, then stored.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)

@@ -101,7 +101,7 @@ class Records(Pytree):
     priority = property(lambda self: self.records[..., 8])
 
     def only(self, where: jax.Array) -> Self:
-        """These records where bool[] holds, else padding."""
+        """These records if where bool[] holds, and else padding."""
         return self.replace(records=jnp.where(where, self.records, 0))
 
 
@@ -178,7 +178,7 @@ class Events(Records):
     extra_ids = property(lambda self: self.text.extra_ids)
 
     def followed_by(self, later: Events) -> Events:
-        """The events of this transition and of a later one without copies, with the status of this transition."""
+        """The events of this transition and of a later transition without copies, with the status of the first."""
         records, text = jax.tree.map(
             lambda *parts: jnp.concatenate(parts), (self.records, self.text), (later.records, later.text)
         )

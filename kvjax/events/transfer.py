@@ -37,7 +37,7 @@ class Transfer(Pytree):
     target = property(lambda self: self.records[..., 4])
 
     def only(self, where: jax.Array) -> Self:
-        """These moves where bool[] holds, else padding."""
+        """These moves if where bool[] holds, and else padding."""
         return self.replace(records=jnp.where(where, self.records, NO_BLOCK))
 
 

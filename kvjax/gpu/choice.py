@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the version of a transition: a kernel on a GPU where it serves the cache, or plain jax."""
+"""Chooses the version of a transition: a GPU kernel if it supports the cache, and else plain jax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _interpreted = jax.make_user_context(False)  # a part of the keys of jax's cache
 def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
     """Whether the kernels serve a cache, for `rows` rows with at most num_tokens tokens each. All of this is static."""
     spec = state.spec
-    other_features = len(spec.groups) > 1, spec.has_host, spec.retention, state.policy != lru()
+    other_features = len(spec.groups) > 1, spec.has_host, spec.retention, spec.thinning, state.policy != lru()
     fits = 0 < num_tokens <= spec.block_size and 0 < rows <= MAX_ROWS and spec.max_seqs <= MAX_ROWS
     return fits and not any(other_features)
 
@@ -51,7 +51,8 @@ def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T
 
     @call.def_vmap
     def _batched(axis_size, in_batched, *leaves):
-        # A kernel is one program for one cache; a grid of them would wait for the slowest, and share no memory.
+        # A kernel is a single program for a single cache. The programs of a grid would wait for the slowest, and share
+        # no memory.
         def call_plain(*leaves):
             return plain(*jax.tree.unflatten(tree, leaves))
 
@@ -73,5 +74,5 @@ def _has_triton() -> bool:
 
 
 def interpreted() -> contextlib.AbstractContextManager[None]:
-    """A context for tests: its traces have the kernels, run as plain jax on any platform."""
+    """A context for tests, in which traces use the kernels, run as plain jax on any platform."""
     return _interpreted(True)

@@ -69,7 +69,7 @@ def fill_rows(
 
 
 def _fill(memory: Memory, *, lanes: int, batch: int, size: np.int32) -> None:
-    """The kernel: a lane for each row during the writes, then a lane for each filled block of a pass."""
+    """The kernel. It has a lane for each row during the writes, then a lane for each filled block of a pass."""
     num_filled = _write(memory, lanes, size)
 
     def step(done: jax.Array) -> jax.Array:

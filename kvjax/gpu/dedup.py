@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`blocks/dedup.py` in a kernel: finds newly filled blocks that equal others. Each row filled a single block."""
+"""`blocks/dedup.py` in a kernel: finds newly filled blocks that equal others. Each row has filled a single block."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def resolve(memory: Memory, filled: Filled, size: np.int32) -> Dedup:
     link = filled.link(memory)
     duplicate, *duplicate_values = exchange(memory, earliest, block, *key_parts, before, namespace)
 
-    # So far equal keys counted as equal contents; now compare.
+    # So far equal keys counted as equal contents. Now compare the contents.
     is_cached = where & (cached_block >= 0)
     matches_cached = is_cached & (memory.pick("fill", cached_block, is_cached) == size)
     for i, parent_part in enumerate((before, link)):

@@ -98,7 +98,7 @@ def _grow(memory: Memory, *, size: np.int32, width: np.int32, lanes: int) -> Non
 
 
 class _Span(NamedTuple):
-    """The growth of each row, a lane for each column. Computed twice, since registers are few."""
+    """The growth of each row, with a lane for each column. It is computed twice, to save registers."""
 
     row: jax.Array  # i32
     begins: jax.Array  # bool; whether the lane is at a row's first column
@@ -129,7 +129,7 @@ class _Span(NamedTuple):
 def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
     """`copy_on_write.unshare`: decides where bool[lanes] a row must copy the block that it is in before it writes.
 
-    The last of the rows that share a block notes the block's `holders`, and the `remaining` holders if the others
+    The last of the rows that share a block stores the block's `holders`, and the `remaining` holders if the others
     release it. Leaves the same marks as plain jax in the refcounts of blocks without any remaining holder.
     """
     block = span.block(memory)
@@ -155,7 +155,7 @@ def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
 
 
 def _settle(memory: Memory, span: _Span, ok: jax.Array) -> None:
-    """`copy_on_write.settle`, with the notes of `_unshare`."""
+    """`copy_on_write.settle`, with the values stored by `_unshare`."""
     holders = memory.pick("holders", span.row, span.begins)
 
     def release() -> None:

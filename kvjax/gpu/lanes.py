@@ -30,7 +30,7 @@ def count(where: jax.Array) -> jax.Array:
 
 
 def rank(where: jax.Array) -> jax.Array:
-    """The number i32[lanes] of earlier lanes where the condition holds."""
+    """The number i32[lanes] of lanes before each lane where the condition holds."""
     ones = where.astype(jnp.int32)
     return lax.cumsum(ones) - ones
 
@@ -52,9 +52,9 @@ class Peers(NamedTuple):
 def peers(memory: Memory, value: jax.Array, where: jax.Array, *fields: str) -> Peers:
     """Finds the peers of each lane by its value i32[lanes], at least 0, among the lanes where bool[lanes].
 
-    Each lane compares its value with a row of others at a time, so the result does not depend on timing. The result of
-    a lane outside of `where` is undefined. `fields` are names of fields of `Peers`, and `memory` has an array `peers`
-    of the lanes' size.
+    Each lane compares its value with the values of a row of lanes at a time, so the result does not depend on timing.
+    The result of a lane outside of `where` is undefined. `fields` are names of fields of `Peers`, and `memory` has an
+    array `peers` of the lanes' size.
     """
     lanes = value.shape[0]
     lane = numbered(lanes)

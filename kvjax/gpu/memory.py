@@ -2,9 +2,9 @@
 """A kernel's arrays, and the barriers at which its threads wait for each other.
 
 A kernel is a program of at least a warp. A value in it is a tensor with an entry for each lane. Warps do not run in
-step: a warp may load an entry stored by another warp only after a barrier at which both arrive. `Memory` adds a barrier
-wherever an array would otherwise be both loaded and stored, or stored twice, without a barrier in between.
-tests/unit/gpu/races.py verifies the kernels without it.
+lockstep, so a warp may load an entry stored by another warp only after a barrier that both have reached. `Memory` adds
+a barrier wherever an array would otherwise be loaded and stored, or stored twice, without a barrier in between.
+tests/unit/gpu/races.py verifies the kernels independently of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RING = ("order", "stamp", "head", "tail")
 _SEQS = ("length", "committed", "namespace")
 _GROUP = ("empty", "num_empty", "num_cached", "table")
 WARP = 32  # threads
-LANES_PER_THREAD = 16  # of a tile, which a thread can hold in its registers with everything else
+LANES_PER_THREAD = 16  # of a tile that a thread can hold in registers next to everything else
 
 
 class Memory:
@@ -89,7 +89,7 @@ class Memory:
         self.put(name, 0, value)
 
     def loop[T](self, going: Callable[[T], jax.Array], step: Callable[[T], T], start: T, *, barrier: bool = True) -> T:
-        """Runs `while_loop` for a step with stores. For a step with loads alone, use a loop of `lax` after `settle`.
+        """Runs `while_loop` for a step with stores. For a step that only loads, use a loop of `lax` after `settle`.
 
         `barrier`, static, is whether a barrier has to separate consecutive steps.
         """
@@ -112,12 +112,12 @@ class Memory:
         return result
 
     def settle(self, *names: str) -> None:
-        """Makes the arrays ready to be loaded by a loop of `lax`."""
+        """Prepares the arrays for loads in a loop of `lax`."""
         if self._stored & set(names):
             self._barrier()
 
     def _since(self, before: tuple[set[str], set[str]]) -> None:
-        """Restores accesses before a part that may be skipped, since its barriers may be skipped too."""
+        """Restores the accesses from before a part that may be skipped, because its barriers may be skipped too."""
         self._loaded |= before[0]
         self._stored |= before[1]
 
@@ -142,7 +142,7 @@ def run(
     makes: Mapping[str, Sequence[int]],
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel as a single program, or as plain jax on any platform with `interpret`. `name` is for profiles.
+    """Runs a kernel as a single program, or, with `interpret`, as plain jax anywhere. `name` appears in profiles.
 
     Most of its tensors have `lanes` entries. It only reads `reads`, and changes `changes`, in place if they are
     donated. `makes` are shapes of further i32 arrays with undefined contents, for results or for values to exchange

@@ -18,7 +18,7 @@ def _read(memory: Memory, position: jax.Array, tail: jax.Array) -> tuple[jax.Arr
 
 
 def pop(memory: Memory, wanted: jax.Array, lanes: int) -> jax.Array:
-    """Writes the first `wanted` i32[] blocks to leave to `victims`, or as many as there are. Returns the new head.
+    """Writes the next `wanted` i32[] victims to `victims`, or as many as there are. Returns the new head.
 
     Reads `lanes` entries at a time. Every live entry may leave, so the head passes all entries read.
     """
@@ -55,7 +55,7 @@ def push(memory: Memory, ids: jax.Array, is_new: jax.Array) -> None:
 
 
 def _squeeze(memory: Memory, head: jax.Array, tail: jax.Array) -> jax.Array:
-    """Moves live entries forward over dead entries. The write end never passes the read end. Returns the new tail."""
+    """Moves live entries forward over dead entries. Writes never overtake reads. Returns the new tail."""
     capacity = memory.shape("order")[0]
     lane = numbered(min(1024, capacity))
 

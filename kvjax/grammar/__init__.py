@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Grammars for decoding: a JSON schema, a regular expression or choices as tables over a vocabulary's tokens.
+r"""Grammars for decoding: turns a JSON schema, a regular expression or choices into tables over a vocabulary's tokens.
 
     vocabulary = kvjax.grammar.Vocabulary.of(tokenizer)
     table = kvjax.grammar.compile_regex(r"[a-z]+@[a-z]+\.(com|org)", vocabulary)
 
-The tables are arrays of numpy, so a decode loop follows them without a host. In state `s` the next token may be
-any token with `table.next_state[s, table.token_class] >= 0`.
+The tables are numpy arrays, so a decode loop on the device can follow them. In state `s` the next token may be any
+token with `table.next_state[s, table.token_class] >= 0`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def compile_regex(
 ) -> TokenTable:
     r"""Makes the table of a regular expression, which matches whole texts like Python's `re.fullmatch`.
 
-    `\d`, `\w` and `\s` are ASCII's, and a text is UTF-8. Lookaround, backreferences, word boundaries and inline flags
-    are refused.
+    `\d`, `\w` and `\s` match only ASCII, and a text is UTF-8. Lookaround, backreferences, word boundaries and inline
+    flags are refused.
 
     Args:
       pattern: the regular expression.
@@ -90,19 +90,19 @@ def compile_schema(
 ) -> TokenTable:
     r"""Makes the table of the JSON texts of a schema. `{"type": "object"}` allows any object.
 
-    Each text of the table is valid, but some valid texts are not in the table:
+    The table accepts only valid texts, but not all of them:
 
     - Properties come in the order of the schema, then additional properties. Without `additionalProperties`, an object
-      with named properties has no others, and an array with `prefixItems` and without `items` no further items.
+      with named properties has no others. An array with `prefixItems` and without `items` has no further items.
     - A text is compact, with at most one space after `:` and `,`.
-    - A string is UTF-8. Without constraints it may have all escapes, and a surrogate in a pair alone. With a length, a
-      pattern or a format, and as the name of an additional property, it is written in a single way: a character stands
-      for itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for characters with an escape in JSON. Other control
-      characters do not occur. A `pattern` is searched for, as in ECMAScript, with the classes of ASCII.
+    - A string is UTF-8. Without constraints it may have all escapes, with surrogates only in pairs. With a length, a
+      pattern or a format, and as the name of an additional property, it has a single spelling: a character stands for
+      itself, and `\"`, `\\`, `\b`, `\f`, `\n`, `\r`, `\t` for characters with an escape in JSON. Other control
+      characters do not occur. A `pattern` may match anywhere in the string, as in ECMAScript, with ASCII classes.
     - A number may have an exponent of two digits. With bounds or `multipleOf` it is a plain decimal.
     - A schema without `type` has the types of its keywords.
-    - A value without a schema has at most 3 levels of objects and arrays, and `{"type": "object"}` as the whole schema
-      5. A recursive schema has at most 3 copies of itself within each other.
+    - A value without a schema has at most 3 levels of objects and arrays, or 5 if `{"type": "object"}` is the whole
+      schema. A recursive schema is expanded at most 3 times.
 
     Annotations are ignored. Other unsupported keywords are refused: `not`, `if`, `contains`,
     `dependentRequired`, `unevaluatedProperties`, `uniqueItems: true`, and `oneOf` unless its branches visibly differ. A
@@ -123,7 +123,7 @@ def compile_schema(
 def compile_structure(
     structure: dict[str, Any], vocabulary: Vocabulary, *, max_states: int = 4096, max_classes: int = 1024
 ) -> TokenTable:
-    r"""Makes the table of texts with schemas within them, such as calls of tools in a model's own form.
+    r"""Makes the table of texts that contain JSON of schemas, such as tool calls in a model's own format.
 
     An object has one of these types:
 
@@ -133,10 +133,10 @@ def compile_structure(
     - `any_text`: a text.
     - `sequence`: the `elements` in order.
     - `or`: any of the `elements`.
-    - `plus`: `content`, at least once, with the text `separator` between two.
+    - `plus`: `content`, at least once, with the text `separator` in between.
 
-    `json_schema`, `regex` and `any_text` may have a `name`, which errors use for the place, and `excludes`: texts, and
-    objects whose texts, do not occur in the text.
+    `json_schema`, `regex` and `any_text` may have a `name`, which errors use for the place. They may also have
+    `excludes`, a list of texts and objects. These texts, and the texts of these objects, do not occur in the text.
 
     Args:
       structure: an object of one of these types.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an expression to the smallest deterministic automaton over bytes, with limits on the way.
+"""Turns an expression into the smallest deterministic automaton over bytes, with limits on the work.
 
 A deterministic automaton can be exponentially larger than its expression: `(a|b)*a(a|b){20}` needs two million states.
-The sizes that a hostile expression could increase are counted while they grow, so a refusal takes seconds.
+The builder counts every size that a hostile expression could increase, while it grows, so it refuses such an expression
+within seconds.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from kvjax.grammar.expressions import (
     Seq,
 )
 
-# What is built before states are merged may be larger than the result.
+# Automata may be larger than the result before their states are merged.
 _SLACK = 8
 _MAX_SIZE = 200_000  # states of an automaton that is not deterministic yet
-_MAX_WORK = 4_000_000  # moves that are looked at in all
+_MAX_WORK = 4_000_000  # moves that are visited in total
 
 
 class _Graph:
-    """A nondeterministic automaton: edges by sets of bytes, and jumps without input."""
+    """A nondeterministic automaton, with edges for sets of bytes, and jumps without input."""
 
     def __init__(self, builder: Builder):
         self.builder = builder
@@ -56,7 +57,7 @@ class _Graph:
         return new
 
     def add(self, expression: Expression, start: int) -> int:
-        """Adds the way through an expression, from an existing state. Returns the state at its end."""
+        """Adds the paths of an expression, starting from an existing state. Returns the state at their end."""
         match expression:
             case ByteSet(mask=mask):
                 end = self.state()
@@ -155,7 +156,7 @@ def _masks(byte_class: np.ndarray) -> list[int]:
 
 
 def _byte_classes(masks: Iterable[int]) -> np.ndarray:
-    """i32[256]; numbers of the bytes, equal for bytes in the same sets."""
+    """i32[256]; a class for each byte, equal for bytes in the same sets."""
     packed = [np.frombuffer(mask.to_bytes(32, "little"), np.uint8) for mask in masks]
     if not packed:
         return np.zeros(256, np.int32)
@@ -259,7 +260,7 @@ class Builder:
         return Automaton(np.array(rows, np.int32).reshape(len(sets), -1), byte_class, final)
 
     def _product(self, first_operand: Automaton, second_operand: Automaton, without: bool) -> Automaton:
-        """Builds the automaton of the texts of both, or, `without`, of the left texts without the right texts."""
+        """Builds the automaton of the texts of both operands, or, if `without`, of the first without the second."""
         pairs, byte_class = np.unique(
             np.stack([first_operand.byte_class, second_operand.byte_class]), axis=1, return_inverse=True
         )
@@ -307,12 +308,12 @@ def distances(next_state: np.ndarray, final: np.ndarray) -> np.ndarray:
 
 
 def _longest(next_state: np.ndarray) -> np.ndarray:
-    """i64[S]; steps of the longest way from each state, or -1 without a limit."""
+    """i64[S]; steps of the longest path from each state, or -1 if there is no limit."""
     before = _states_before(next_state)
     waiting = np.bincount([source for sources in before for source in sources], minlength=len(before)).tolist()
     num_steps = [-1 if count else 0 for count in waiting]
     queue = [state for state, count in enumerate(waiting) if not count]
-    for state in queue:  # all states after it are known, so that the last one known has the longest way
+    for state in queue:  # all states after it are known, and the last of them has the longest path
         for source in before[state]:
             waiting[source] -= 1
             if not waiting[source]:
@@ -344,7 +345,7 @@ def _reached(next_state: np.ndarray) -> np.ndarray:
 
 
 def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Removes the states without a way to an end or from the start. The start stays."""
+    """Removes the states that the start does not reach, and the states that reach no end. The start stays."""
     alive = np.append(distances(next_state, final) >= 0, False)
     pruned = np.where(alive[next_state], next_state, -1)
     order = _reached(pruned)
@@ -356,9 +357,10 @@ def trimmed(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.n
 def merged(next_state: np.ndarray, final: np.ndarray, max_states: int | None = None) -> np.ndarray:
     """i64[S]; numbers of the states, equal for states with the same future.
 
-    Blocks of states are divided by the blocks of their next states until nothing changes. At first they are those with
-    equal shortest and longest ways to an end, which tells most states of a long chain. The rows are compared by a
-    random number, and exactly at the end: an accident would leave two futures in a block, and draws other numbers.
+    States are partitioned into blocks. Blocks are split by the blocks of their next states until nothing changes. The
+    first blocks are the states with equal shortest and longest paths to an end, which separates most states of a long
+    chain. Rows are compared by random hashes, and exactly at the end. If a collision has left two futures in a block,
+    the hashes are drawn again.
 
     Raises:
       GrammarError: if more than `max_states` remain.

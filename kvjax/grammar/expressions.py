@@ -22,14 +22,14 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class GrammarError(ValueError):
-    """A schema, a pattern or a list of choices without a possible table. The message names the part and the limit."""
+    """A schema, a pattern or choices cannot become a table. The message names the part and the limit."""
 
 
 class Automaton(NamedTuple):
     """A deterministic automaton over bytes. State 0 is the start.
 
     Attributes:
-      next_state: i32[S, K]; the state after a byte of each class; -1: no text goes on like this.
+      next_state: i32[S, K]; the state after a byte of each class, or -1 if no text continues like this.
       byte_class: i32[256]; each byte's class.
       final: bool[S]; whether a text may end in the state.
     """
@@ -87,7 +87,7 @@ class Joined(Expression):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Minimal(Expression):
-    """An item that becomes a minimal automaton of its own before it becomes part of a larger one."""
+    """An item whose automaton is minimized before it becomes part of a larger automaton."""
 
     item: Expression
 
@@ -255,7 +255,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 @functools.lru_cache(1024)
 def utf8(ranges: Ranges) -> Expression:
-    """Matches a character whose code point is in `ranges`, in UTF-8. Surrogates are no characters."""
+    """Matches a character whose code point is in `ranges`, in UTF-8. Surrogates are not characters."""
     outside = complement((_SURROGATES,))
     pairs = [
         (max(first, low), min(last, high))

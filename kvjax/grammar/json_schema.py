@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a JSON schema to an expression.
+"""Turns a JSON schema into an expression.
 
-A schema becomes alternatives first: by `anyOf`, `oneOf`, `allOf` and `$ref`. Each alternative is a tuple of plain
-schemas which all hold. Each type of an alternative becomes an expression of its keywords.
-
-`kvjax.grammar.compile_schema` says which of the valid texts match.
+First `anyOf`, `oneOf`, `allOf` and `$ref` divide a schema into alternatives. Each alternative is a tuple of plain
+schemas which must all hold. For each type of an alternative, the keywords become an expression.
+`kvjax.grammar.compile_schema` describes which valid texts match.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class _Reader:
     def __init__(self, root: Any, builder: Builder):
         self.root = root
         self.builder = builder
-        # By the schemas and the references on the way to them; the parts keep the schemas alive.
+        # Keyed by the schemas and the references that led to them. The parts keep the schemas alive.
         self.values: dict[tuple[tuple[int, tuple[str, ...]], ...], tuple[Parts, Expression]] = {}
 
     def value(self, parts: Parts) -> Expression:
@@ -165,7 +164,7 @@ class _Reader:
         return self._of_part(Part(target, path, refs, part.level), (*pending, pointer))
 
     def _discriminator(self, part: Part) -> Parts:
-        """A schema with the required property of OpenAPI's `discriminator`, which tells the branches of `oneOf`."""
+        """A schema with the required property of OpenAPI's `discriminator`, which separates the branches of `oneOf`."""
         discriminator = part.schema.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         return (part.under({"type": "object", "required": [name]}, "discriminator"),) if isinstance(name, str) else ()
@@ -183,7 +182,7 @@ class _Reader:
         return all(self._differ(first_part, second_part) for first_part in first_parts for second_part in second_parts)
 
     def _differ(self, first_part: Parts, second_part: Parts) -> bool:
-        """Whether no value belongs to two alternatives, as far as can be seen."""
+        """Whether it is visible from the keywords that no value belongs to both alternatives."""
         values = [enumerated(parts) for parts in (first_part, second_part)]
         if values[0] is not None and values[1] is not None:
             return not values[0].keys() & values[1].keys()
@@ -205,7 +204,7 @@ class _Reader:
         return False
 
     def _alternative(self, parts: Parts) -> Expression:
-        """Matches the values for which all of some plain schemas hold."""
+        """Matches the values for which all of these plain schemas hold."""
         values = enumerated(parts)
         if values is not None:
             return alt(*(self._constant(value, parts) for value in values.values()))
@@ -231,7 +230,7 @@ class _Reader:
         return both(expression, self._typed(name, parts))
 
     def _typed(self, name: str, parts: Parts) -> Expression:
-        """Matches the values of a type for which all of some plain schemas hold."""
+        """Matches the values of a type for which all of these plain schemas hold."""
         match name:
             case "object":
                 return self._object(parts)
@@ -257,7 +256,7 @@ class _Reader:
         return self._checked(minimal(quoted(both(*contents))), parts) if contents else STRING
 
     def _checked(self, expression: Expression, parts: Parts) -> Expression:
-        """An expression whose automaton is built at once, so an error names its place."""
+        """Builds the automaton of an expression now, so an error can name its place."""
         path = parts[0].path
         try:
             states = len(self.builder.build(expression).final)
@@ -398,7 +397,7 @@ def _quoted_pattern(pattern: str) -> Expression:
 
 
 def _number(name: str, parts: Parts) -> Expression:
-    """Matches the numbers, or the integers, for which all of some plain schemas hold."""
+    """Matches the numbers, or the integers, for which all of these plain schemas hold."""
     lower, upper = bounds(parts)
     sides: list[Expression] = []
     if lower is not None or upper is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of JSON as texts: strings, literals, and any value down to some depth.
+"""JSON values as texts: strings, literals, and any value up to a depth.
 
-`kvjax.grammar.compile_schema` says how a text is written.
+`kvjax.grammar.compile_schema` describes the spelling of a text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HEX = byte_set(b"0123456789abcdefABCDEF")
 
 @functools.lru_cache(1024)
 def character(ranges: Ranges) -> Expression:
-    """Matches a character of some ranges in a string, written in a single way."""
+    """Matches a character of these ranges in a string, in its single spelling."""
     outside = complement(_ESCAPED)
     plain = tuple(
         (max(first, low), min(last, high))
@@ -72,7 +72,7 @@ def quoted(content: Expression) -> Expression:
 CHARACTER = character(EVERYTHING)
 STRING = minimal(quoted(repeat(_free_character())))
 NAME = minimal(quoted(repeat(CHARACTER)))
-# ECMAScript's `.` leaves out four characters, and Python's the first of them.
+# ECMAScript's `.` excludes four characters, and Python's `.` only the first of them.
 PATTERN = Flavor(character, ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)), True)
 SCALARS = {
     "string": STRING,
@@ -157,7 +157,7 @@ _FORMATS = {
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*://{_HOST}(?::\d{{1,4}})?(?:/(?:{_PATH})*)?"
     rf"(?:\?(?:{_PATH}|[?])*)?(?:#(?:{_PATH}|[?])*)?",
 }
-# Formats that say how a program uses a string, and constrain no text.
+# Formats that describe the use of a string, and do not constrain its text.
 _UNCONSTRAINED = {"password", "binary", "path", "file-path", "directory-path"}
 
 

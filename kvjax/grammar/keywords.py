@@ -54,8 +54,8 @@ class Part(NamedTuple):
 
     Attributes:
       schema: the schema.
-      path: keywords on the way to it, for errors.
-      refs: the references on the way to it, sorted.
+      path: keywords that lead to it, for errors.
+      refs: the references that lead to it, sorted.
       level: the number of objects and arrays around it.
     """
 
@@ -65,15 +65,15 @@ class Part(NamedTuple):
     level: int
 
     def under(self, schema: Any, keyword: str) -> Part:
-        """A schema about the same value."""
+        """The part for a keyword's schema, which describes the same value."""
         return Part(schema, f"{self.path}.{keyword}", self.refs, self.level)
 
     def within(self, schema: Any, keyword: str) -> Part:
-        """A schema about a member of the value."""
+        """The part for a keyword's schema, which describes a member of the value."""
         return Part(schema, f"{self.path}.{keyword}", self.refs, self.level + 1)
 
     def error(self, keyword: str, wanted: str) -> GrammarError:
-        """An error about the value of a keyword."""
+        """Makes an error about a keyword's value."""
         return GrammarError(f"{self.path}.{keyword}: got {self.schema[keyword]!r:.80}, wanted {wanted}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as JSON writes them, between bounds, and multiples of a number.
+"""Matches JSON numbers between bounds, and multiples of a number.
 
 A number without bounds may have an exponent of two digits. Bounds and multiples apply to plain decimals, `-12.50`.
 """
@@ -30,7 +30,7 @@ from kvjax.grammar.expressions import (
 )
 
 _MAX_DIVISOR = 1000
-_EXACT_DIGITS = 15  # decimals of so many digits are different floats
+_EXACT_DIGITS = 15  # different decimals of this many digits are different floats
 _LONGEST_BOUND = 25  # digits
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""From the text of a regular expression, Python's or ECMAScript's, to an expression over bytes.
+r"""Turns a regular expression of Python or ECMAScript into an expression over bytes.
 
-Both languages share this syntax. Syntax with another meaning, or without a regular language, is refused by name:
-lookaround, backreferences, word boundaries, inline flags, atomic groups and possessive quantifiers. `\d`, `\w` and
-`\s` are ASCII's. A lazy quantifier means the same as a greedy quantifier.
+It supports the syntax that means the same in both languages. It refuses syntax that differs between them or is not
+regular, and the error names it: lookaround, backreferences, word boundaries, inline flags, atomic groups and possessive
+quantifiers. `\d`, `\w` and `\s` match only ASCII. A lazy quantifier means the same as a greedy quantifier.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PYTHON = Flavor(utf8, ((0x0A, 0x0A),), False)
 
 @dataclasses.dataclass(frozen=True)
 class _Branch:
-    """A part of a pattern, with whether it holds at the beginning of a text alone, and at its end alone."""
+    """A part of a pattern, and whether it matches only at the beginning of a text, or only at its end."""
 
     begins: bool
     expression: Expression
@@ -107,7 +107,7 @@ class _Reader:
         return GrammarError(f"{message} at position {self.position if position is None else position}")
 
     def take(self, text: str) -> bool:
-        """Whether `text` comes next. If so, goes on after it."""
+        """Whether `text` comes next. If so, moves past it."""
         is_next = self.pattern.startswith(text, self.position)
         self.position += len(text) if is_next else 0
         return is_next
@@ -127,7 +127,7 @@ class _Reader:
 
     def _sequence(self, depth: int) -> list[_Branch]:
         branches = [_Branch(False, EMPTY, False)]
-        parts: list[Expression] = []  # without edges, so that a long sequence is made once
+        parts: list[Expression] = []  # parts without edges, so a long sequence is made only once
         while self.next() and self.next() not in "|)":
             position = self.position
             item = self._quantified(depth)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a structure, such as the text around a call's JSON, to an expression."""
+"""Turns a structure, such as the text around the JSON of a tool call, into an expression."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def structure_expression(structure: Any, builder: Builder, place: str = "structu
 
 
 def _named(place: str, name: str, read: Callable[[], Expression]) -> Expression:
-    """Reads a part. Its error begins with its place in place of the reader's name."""
+    """Reads a part. Its error begins with the place of the part instead of the reader's name."""
     try:
         return read()
     except GrammarError as error:

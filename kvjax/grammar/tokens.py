@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an automaton over bytes to a table over the tokens of a vocabulary.
+"""Turns an automaton over bytes into a table over the tokens of a vocabulary.
 
-A token is a function from states to states: the states after its bytes. Tokens with the same function share a class.
-All tokens are read at once, byte by byte, and the functions of their beginnings are numbered on the way: they are
-few, since most beginnings are forbidden in most states.
+A token is a function from states to states, the states after its bytes. Tokens with the same function share a class.
+All tokens are read in parallel, byte by byte, and each function of a beginning gets a number. There are few such
+functions, since most beginnings are forbidden in most states.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvjax.grammar.automaton import distances, merged, trimmed
 from kvjax.grammar.expressions import Automaton, GrammarError
 from kvjax.grammar.vocabulary import Vocabulary
 
-_MAX_ENTRIES = 1 << 26  # entries of all functions: i32, so that they take 256 MiB
+_MAX_ENTRIES = 1 << 26  # entries of all functions; as i32 they take 256 MiB
 
 
 class TokenTable(NamedTuple):
@@ -35,7 +35,7 @@ class TokenTable(NamedTuple):
 
 
 class _Functions:
-    """The distinct functions from states to states. Number 0 forbids all, number 1 changes nothing."""
+    """The distinct functions from states to states. Number 0 forbids everything, and number 1 is the identity."""
 
     def __init__(self, automaton: Automaton):
         states = len(automaton.final)
@@ -44,7 +44,7 @@ class _Functions:
         self.numbers = {row.tobytes(): function_index for function_index, row in enumerate(self.rows)}
 
     def then(self, function_index: int, byte_class: int) -> int:
-        """Numbers the function with another byte."""
+        """The number of the function that reads another byte after this function."""
         row = self.steps[self.rows[function_index], byte_class]
         data = row.tobytes()
         if data not in self.numbers:
@@ -81,7 +81,7 @@ def _token_functions(functions: _Functions, automaton: Automaton, tokens: Sequen
 def token_table(automaton: Automaton, vocabulary: Vocabulary, max_states: int, max_classes: int) -> TokenTable:
     """Makes the table of an automaton for a vocabulary.
 
-    A state from which the tokens cannot spell any end is forbidden, so a text can always be completed.
+    States from which no tokens lead to an end are forbidden, so a text can always be completed.
 
     Raises:
       GrammarError: if the vocabulary spells no text of the automaton, or the table is larger than the limits.
@@ -93,7 +93,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary, max_states: int, m
     next_state = np.stack([functions.rows[function_index] for function_index in used.tolist()], axis=1)
     final = automaton.final
     single_bytes = {functions.then(1, byte_class) for byte_class in range(automaton.next_state.shape[1])}
-    if not single_bytes <= {0, *used.tolist()}:  # otherwise each way goes on, and no states are equal
+    if not single_bytes <= {0, *used.tolist()}:  # otherwise each path continues, and no two states are equal
         next_state, final, column = _pruned(next_state, final)
         token_class = column[token_class]
     states, classes = next_state.shape
@@ -105,7 +105,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary, max_states: int, m
 
 
 def _pruned(next_state: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Removes ways from which the tokens reach no end, then merges equal states and equal classes of tokens.
+    """Removes paths from which the tokens reach no end, then merges equal states and equal classes of tokens.
 
     Returns:
       next_state: i32[states, classes]

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's, in place of a space
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """The bytes added to a text by each token.
+    """The bytes that each token adds to a text.
 
     Args:
       tokens: V entries; None for a token without a text, such as an end token. A grammar forbids these tokens.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encoder: from changes of the index to the messages of a wire."""
+"""Encodes changes of the index as the messages of a wire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 SALTS = ("digest", "plain", "omit")
-# Blocks that no wire of whole blocks publishes.
+# Flags of blocks that wires of whole blocks never publish.
 WHOLE = {col.PARTIAL: "", col.UNKNOWN: "unknown_namespace", col.COLLISION: "collision"}
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes of cached prefixes, equal in every process, from events.
 
-`blocks/hashes.py` defines their content. A reader of events keeps the hashes of the cached blocks, as `fold` keeps its
-mirror::
+`blocks/hashes.py` defines the hashed content. A reader of events keeps the hashes of the cached blocks, as `fold` keeps
+a mirror::
 
     hashes = hashing.block_hashes(kvjax.events.snapshot(state), names=names)
     events, hashes = hashing.with_hashes(kvjax.to_list(events), hashes, names=names)
@@ -86,7 +86,7 @@ def with_hashes(
       events: from `to_list`, in their order, or from `snapshot` for a reader who joins late.
       hashes: the hashes before these events, which this call leaves unchanged; None for an empty cache.
       names: the `Namespaces` of the cache, for salts and LoRAs; None if all prompts had namespace 0.
-      loras: the name of each adapter in use, by number. Two adapters need two names, because their K/V differ.
+      loras: the name of each adapter in use, by number. Adapters need different names, because their K/V differ.
       model: the model's name, as for `root_hash`.
       key: a secret, as for `root_hash`.
 

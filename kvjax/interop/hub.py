@@ -4,8 +4,8 @@
     caller    publish: copies events to the host, folds them into the index, and queues the changes
     thread    encodes and sends queued changes, and a heartbeat when idle
 
-When the queue is full, a snapshot of the index replaces its contents, and all further changes until the thread sends
-the snapshot. Everything in the queue is a copy: the thread never reads the index.
+When the queue is full, a snapshot of the index replaces its contents. Further changes update the snapshot until the
+thread sends it. Everything in the queue is a copy, so the thread never reads the index.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("kvjax.interop")
 
 
 def combine_listeners(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Listeners:
-    """Combines listeners: they share events copied to the host, decoded, and folded into an index only once.
+    """Combines listeners, so events are copied to the host, decoded and folded into an index only once for all.
 
     A listener that raises does not disturb the others, see `kvjax.events.Listeners`.
 
@@ -104,9 +104,9 @@ class PublisherThread[E: EventEncoder](abc.ABC):
     def publish(self, events: Any) -> None:
         """Publishes events. You may donate their arrays afterwards.
 
-        Impossible events raise nothing here: readers get an empty index, the log of `kvjax.interop` has the error once,
-        and further events are ignored until `attach`, or until events that begin with cleared groups, such as the
-        snapshots of a run's `kvjax.events.Listeners`. Without either, `close` raises the error.
+        Impossible events do not raise an error here. Readers get an empty index, the logger `kvjax.interop` records the
+        error once, and further events are ignored. To continue, call `attach`, or pass events that begin with cleared
+        groups, such as the snapshots of a run's `kvjax.events.Listeners`. Otherwise `close` raises the error.
 
         Args:
           events: `Events`, an `EventLog` or decoded events (`progress.events`), each once, in their order.
@@ -130,13 +130,13 @@ class PublisherThread[E: EventEncoder](abc.ABC):
 
     @property
     def is_behind(self) -> bool:
-        """Whether events are ignored, after impossible events."""
+        """Whether events are being ignored because of impossible events."""
         return self._error is not None
 
     def attach(self, state: CacheState) -> None:
-        """Takes over the index of a cache that is not empty, was restored, or made impossible events.
+        """Takes over the index of a cache that is not empty or was restored, or after impossible events.
 
-        Queued changes are part of the state and are dropped. Readers get the whole state.
+        Queued changes are dropped, because the state includes them. Readers get the whole state.
         """
         with self._callers:
             self._refuse_closed()
@@ -236,7 +236,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
             self._error = error
             self._replace(NodeMap(self._encoder.nodes.spec))
 
-    # Methods of the thread.
+    # Methods that run on the thread.
 
     def _run(self) -> None:
         while True:
@@ -266,7 +266,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         """Seconds without events until the thread is idle."""
         return self._heartbeat
 
-    # Each wire's part, on the thread.
+    # The part of each wire, on the thread.
 
     @abc.abstractmethod
     def _send(self, changes: list[Change]) -> None:
@@ -278,7 +278,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
 
     @abc.abstractmethod
     def _idle(self) -> None:
-        """Shows readers that the cache is alive."""
+        """Sends a sign of life to readers."""
 
     @abc.abstractmethod
     def _end(self, seconds: float) -> None:

@@ -60,7 +60,7 @@ assert _TOTALS.keys() == {field.name for field in dataclasses.fields(Totals)}
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as JSON, for import into Grafana, which asks for the data source."""
+    """The dashboard as JSON. Grafana asks for the data source when you import it."""
     return json.loads(importlib.resources.files("kvjax.interop").joinpath("dashboard.json").read_text(encoding="utf-8"))
 
 
@@ -91,7 +91,7 @@ class Observed:
         self.moved = {(group_index, tier): 0 for group_index in range(len(spec.groups)) for tier in _TIERS}  # bytes
         self.lifetimes = [Lifetimes(group.num_ids) for group in spec.groups]
         self._block_bytes = [sum(p.block_bytes(spec.block_size) for p in group.pools) for group in spec.groups]
-        # The first group with K/V: either all that an admission finds, or the part inside a window.
+        # The first group with K/V. It has all tokens that an admission finds, or their part inside a window.
         self._first = int(spec.bare)
         self._fill = np.full(spec.groups[self._first].num_ids, spec.block_size)
         self.levels = np.zeros(spec.groups[self._first].num_ids, np.int64)
@@ -105,7 +105,7 @@ class Observed:
         self.totals = self.totals.add(events)
         onboarded = sum(self._follow(kind, records, now) for kind, records, _ in read.steps)
         cached = int(np.sum(events.cached))
-        from_host = 0  # a jitted loop finds nothing on the host
+        from_host = 0  # a jitted loop finds no blocks on the host
         if isinstance(events, Events):
             from_host = min(onboarded, cached)
             self._add_moves(events)
@@ -143,8 +143,8 @@ class Observed:
 class Metrics:
     """Exports metrics of a cache: the totals of its events, and the condition of its blocks at the last `set`.
 
-    Use `observe` as a listener of `generate`, `stream` and `run_batch`. A listener gets no state, and no event tells
-    the holders of a block. Call `set` from time to time to export these; the age of the last `set` is exported too.
+    Use `observe` as a listener of `generate`, `stream` and `run_batch`. Events do not tell which blocks are held. Call
+    `set` with a state from time to time to export this. The age of the last `set` is exported too.
 
     Args:
       registry: a `prometheus_client.CollectorRegistry` to register with. Each cache needs its own.
@@ -176,7 +176,7 @@ class Metrics:
         self._open.callback(registry.unregister, self)
 
     def observe(self, events: Events | EventLog) -> None:
-        """Adds events, each once and in their order; for use as a listener. Impossible events do no harm."""
+        """Adds events, each once and in order, as a listener. Impossible events do no harm."""
         with self._lock:
             self._seen.add(events, time.monotonic())
 
@@ -220,7 +220,7 @@ class Metrics:
         self.close()
 
     def describe(self) -> Iterator[Any]:
-        """The metrics, by whose names a registry refuses a second cache."""
+        """The metrics. By their names, a registry refuses a second cache."""
         return self.collect()
 
     def collect(self) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvjax.interop._wires import zmq
 
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number that ends a replay
-_HANDSHAKE = 1024  # bytes; an upper bound of CURVE's own messages, and of its overhead per message
+_HANDSHAKE = 1024  # bytes; an upper bound for CURVE's handshake messages, and for its overhead per message
 LOOPBACK = "tcp://127.0.0.1:5557"  # vLLM's port
 
 
@@ -26,7 +26,7 @@ class Curve(NamedTuple):
 
 
 def open_socket(context: Any, kind: int, curve: Curve | None, max_bytes: int, max_queued: int) -> Any:
-    """A socket with limits: bytes of a frame, and messages queued for each peer."""
+    """A socket with limits on the bytes of a frame and on the messages queued for each peer."""
     socket = context.socket(kind)
     socket.linger = 0
     socket.maxmsgsize = max_bytes if curve is None else max_bytes + _HANDSHAKE

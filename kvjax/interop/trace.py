@@ -42,7 +42,7 @@ _LEVELS = ("device", "host")
 class Trace:
     """Writes a trace. Use `write` as a listener of `generate`, `stream` and `run_batch`.
 
-    `close`, or the end of a `with`, ends the file. Viewers open an unfinished file too.
+    `close`, or the end of a `with`, completes the file. Viewers also open an incomplete file.
 
     Args:
       spec: the spec of the cache, which must be empty; otherwise call `attach`.
@@ -109,7 +109,7 @@ class Trace:
         now = self._clock()
         for prompt_index, tokens in progress.new.items():
             output = progress.outputs[prompt_index]
-            first = len(output.tokens) == len(tokens)  # prompts of the next stream have the same indices
+            first = len(output.tokens) == len(tokens)  # the next stream uses the same indices again
             track = prompt_index + 1
             if prompt_index not in self._prompts:
                 self._prompts.add(prompt_index)
@@ -122,7 +122,7 @@ class Trace:
         self.mark()
 
     def set(self, state: CacheState) -> None:
-        """Counts the blocks of a state by tier and condition, which no event has. The next slice begins now."""
+        """Counts the blocks of a state by tier and condition, which events do not tell. The next slice begins now."""
         now = self._clock()
         group_stats = {group_index: stats(state, group_index) for group_index in self._groups}
         for group_index, level, name in self._tiers:
@@ -172,7 +172,7 @@ class Trace:
         self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=args)
 
     def _name_track(self, name: str, process: int, track: int) -> None:
-        """Names a track, and lets viewers sort tracks by index: sorted by name, 10 would come before 2."""
+        """Names a track, and makes viewers sort tracks by index. Sorted by name, 10 would come before 2."""
         self._event(ph="M", name="thread_name", pid=process, tid=track, args={"name": name})
         self._event(ph="M", name="thread_sort_index", pid=process, tid=track, args={"sort_index": track})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-LLM's event JSON, an event a line, written and read. It includes partly filled blocks and priorities.
+"""Writes and reads TensorRT-LLM's event JSON, a line for each event, with partly filled blocks and priorities.
 
     event    event_id from 0 without holes, data, window_size, attention_dp_rank if there are ranks, layer_group_id
     created  num_blocks_per_cache_level [device, host]; for each group with K/V, the smallest window first
@@ -7,8 +7,8 @@
     removed  block_hashes, children first
     updated  block_hash; cache_level and priority, each as a diff or null
 
-A stored block has its block_hash, tokens with extra ids, cache_level and priority. A partly filled block ends its
-event, because readers look no further than the first such block.
+A stored block has its block_hash, tokens with extra ids, cache_level and priority. A partly filled block is the last of
+its event, because readers ignore the blocks after it.
 
 Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
 """
@@ -58,9 +58,9 @@ _MAX_TOKENS = 1 << 16  # of an event, so lines stay below about 6 MB
 class Writer(EventEncoder[str]):
     """Writes a cache's events. Use `write` as a listener of `generate`, `stream` and `run_batch`.
 
-    After a ValueError for impossible events nothing more is written, until `attach` or events that begin with cleared
-    groups, such as a snapshot of `kvjax.events.Listeners`. A bare first group is not written, as its blocks have no
-    K/V. Extra ids are written as numbers.
+    After a ValueError for impossible events, nothing is written until you call `attach`, or pass events that begin with
+    cleared groups, such as a snapshot of `kvjax.events.Listeners`. A bare first group is not written, because its
+    blocks have no K/V. Extra ids are written as numbers.
 
     Args:
       spec: the spec of the cache, which must be empty; otherwise call `attach`.
@@ -194,7 +194,7 @@ class Writer(EventEncoder[str]):
         return lines
 
     def _texts(self, rows: np.ndarray) -> list[str]:
-        """The stored_block of each row."""
+        """Formats each row as a stored block."""
         text = rows[:, col.TEXT :].reshape(len(rows), -1, self.nodes.spec.block_size)
         values = text.transpose(0, 2, 1).reshape(len(rows), -1).tolist()  # token, extra id, token, ...
         values_per_token = text.shape[1]
@@ -211,7 +211,7 @@ class Writer(EventEncoder[str]):
         return _BLOCK % ",".join([token] * fill)
 
     def _make_space(self, space: Space) -> str:
-        """The fields of a namespace in an event."""
+        """The fields of an event that identify its namespace."""
         fields = {"cache_salt": self._salt(space.salt), "lora_name": space.lora}
         return "".join(f',"{name}":{json.dumps(value)}' for name, value in fields.items() if value is not None)
 
@@ -222,7 +222,7 @@ class Writer(EventEncoder[str]):
 
 
 def window_size(spec: CacheSpec, group_index: int) -> int:
-    """The window of a group in its events: -1 for recurrent layers, and for Dynamo the largest for full attention."""
+    """The window of a group in its events: -1 for recurrent layers, and the largest for full attention, for Dynamo."""
     group = spec.groups[group_index]
     if group.window is None:
         return spec.max_length
@@ -234,7 +234,7 @@ def _diff(old: int, new: int) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a reader on first use, because readers need the extra `wires`, and `Writer` does not."""
+    """Imports a reader on first use, because readers need the extra `wires`, while `Writer` does not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvjax.interop.readers import trtllm

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention: the priorities of a sequence's parts after their release, and for how long.
+"""Retention: the priorities that parts of a sequence have after their release, and how long they last.
 
 Each block has a priority from 0 to 100 and perhaps a time to live, counted from its last release. After that time its
 priority is the default, 35. Needs a spec made with `retention=True` and a policy such as `policies.priority`.
 
 `now` is 32 bits of ms, which wrap after 49 days. The cache extends it to 64 bits, so an expired time to live stays
-expired, if verbs take, release or move blocks at least every 24 days.
+expired, as long as verbs take, release or move blocks at least every 24 days.
 
 Source: TensorRT-LLM's KvCacheRetentionConfig.
 """
@@ -65,7 +65,7 @@ class Retention(Pytree):
         decode_ttl: int | None = None,
         max_ranges: int | None = None,
     ) -> Retention:
-        """States the priorities of a sequence's blocks. The first token of a prompt's block decides on its range.
+        """Sets the priorities of a sequence's blocks. A block of the prompt belongs to the range of its first token.
 
         Blocks outside every range get priority 35 if they are new, and keep their own if they are cached.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring: an exact LRU order in O(1) a release."""
+"""The ring: an exact LRU order, with O(1) work for a release."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
     chunk = min(1024, capacity)
 
     def squeeze(carry):
-        # Moves live entries forward over dead entries, a chunk at a time. The write end never passes the read end.
+        # Moves live entries forward over dead entries, a chunk at a time. The write position never passes the read
+        # position.
         order, stamp, read, write = carry
         _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
         live = live & full
@@ -99,7 +100,7 @@ def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now:
         index = num_victims + rank(free)
         take = free & (index < wanted)
         ids = put(ids, index, block, take)
-        # The head stops at the first live but ineligible entry, so that the entry keeps its turn.
+        # The head stops at the first live but ineligible entry, so the entry keeps its turn.
         spared = live & ~free & (index < wanted)
         first = jnp.min(jnp.where(spared, position - read, chunk))
         head = jnp.where(passed_over, head, read + first)
@@ -118,7 +119,7 @@ def _drop(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def vllm_v1() -> EvictionPolicy:
-    """The order of vLLM v1, for study. It equals `lru()`: a single queue, each request's tail before its head.
+    """Evicts in the order of vLLM v1, for study. It equals `lru()`: a single queue, tails of requests before heads.
 
     It is exact for vLLM 0.33, which puts blocks without contents at the front of the queue, as kvjax takes empty blocks
     first. vLLM 0.11 put them at the end, so cached blocks left in the same order, but sooner.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies defined by a score: the block of the lowest score leaves first."""
+"""Policies defined by a score: the block with the lowest score leaves first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_score(
     touch: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> EvictionPolicy:
-    """Evicts the leaf with the lowest score, again and again. NaN leaves last.
+    """Evicts the leaf with the lowest score, repeatedly. NaN leaves last.
 
     A score may have a state, here the number of releases of each block:
 
@@ -42,19 +42,19 @@ def by_score(
 
     A learned score keeps its weights in such a state: `init(spec, policy, policy_state=weights)`.
 
-    A call that evicts makes a pass over all blocks. Mind two limits: only `lru()` has GPU kernels, so with any other
-    policy a decode step on a GPU runs as many small kernels. And window groups always use `lru`.
+    A call that evicts makes a pass over all blocks. There are two limits. Only `lru()` has fused GPU kernels: with any
+    other policy, a decode step on a GPU runs as many small kernels. Window groups always use `lru`.
 
-    Two policies of the same functions are equal, and share compiled programs, so nothing else that the functions read
-    may change. A policy pickles if you can import its functions. Bind numbers by name to get a different policy:
+    Two policies of the same functions are equal and share compiled programs, so global values that the functions read
+    must not change. A policy pickles if you can import its functions. Bind numbers by name to get a different policy:
     `by_score(functools.partial(fn, scale=3), name="scaled")` prints as `scaled(scale=3)`, and two such partials with
     equal numbers make equal policies.
 
     Args:
-      fn: from `Blocks` to a score per block, f32[B] or i32[B], exact up to 2.1e9, of no coarser or unsigned dtype.
-        With `init` it also takes the policy's state: `fn(blocks, policy_state)`. Among equal scores the lower block id
-        leaves first, and a parent takes the place of its last child. Add `blocks.released - blocks.clock` to a score to
-        break ties by age.
+      fn: from `Blocks` to a score per block, f32[B] or i32[B]. Integers are exact up to 2.1e9. Narrower and unsigned
+        dtypes are refused. With `init` it also takes the policy's state: `fn(blocks, policy_state)`. Among equal scores
+        the lower block id leaves first, and a parent takes the place of its last child. Add `blocks.released -
+        blocks.clock` to a score to break ties by age.
       timed: whether fn also takes the time, i32[] ms, as its last argument.
       init: from num_ids to the policy's state, a pytree of arrays; None for no state. Block ids may be reused for
         other contents, with another `blocks.generation`.
@@ -105,7 +105,7 @@ def _untouched(policy_state: Any, blocks: Blocks, ids: jax.Array, now: jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A function and its keyword arguments, as a value. Partials never equal each other, but their parts may."""
+    """A function and its keyword arguments, as a value. Two partials are never equal, but their parts may be."""
 
     fn: Callable[..., jax.Array]
     parameters: tuple[tuple[str, Any], ...]
@@ -193,7 +193,7 @@ def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: ja
 
 
 def ordered(name: str, score: Any, shape: tuple[int, ...]) -> jax.Array:
-    """f32 in the same order, NaN last. Integers become the bits of floats, since a conversion is exact only to 2^24.
+    """Converts a score to f32 in the same order, NaN last. Integers become bits of floats: casts are exact to 2^24.
 
     Raises:
       ValueError: naming the function, unless the score has this shape and is f32, i32, f64 or i64.
@@ -212,17 +212,17 @@ def ordered(name: str, score: Any, shape: tuple[int, ...]) -> jax.Array:
     return jnp.where(score < 0, -normal, normal)
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # a balance of 1.0 is not one of 1
+@functools.lru_cache(maxsize=None, typed=True)  # a balance of 1.0 differs from a balance of 1
 def cost_aware(balance: float = 24_576) -> EvictionPolicy:
-    """Evicts the block of the lowest cost / age, where cost = fill * (balance + position): the work to compute it.
+    """Evicts the block with the lowest cost / age. The cost is the work to compute it, fill * (balance + position).
 
     The cost of a token is a constant for the layers without attention, plus the cost of attention, which grows with the
     token's position. A block that costs twice as much may stay twice as long. Among equal costs the least recently
-    released block leaves first. A tail of few tokens leaves early, since it takes a whole block. This is GreedyDual
-    without a state: in GreedyDual too a block of cost c leaves after c turnovers of the pool.
+    released block leaves first. A tail of few tokens leaves early, since it takes a whole block. The policy is
+    GreedyDual without its state: there too, a block of cost c leaves after c turnovers of the pool.
 
     Args:
-      balance: the position at which attention costs as much as all else, about six times the model's width.
+      balance: the position at which attention costs as much as everything else, about six times the model's width.
 
     Example:
       >>> from kvjax import policies
@@ -252,7 +252,7 @@ def _stored(blocks: Blocks) -> jax.Array:
 
 
 def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
-    """i32[B]; a score by rank i32[B], 0..120, and among equal ranks by age, the oldest release first.
+    """i32[B]; a score that orders by rank i32[B], 0..120, and then by age, the oldest release first.
 
     Ranks up to 120 keep it exact (2.1e9). Blocks released over 16.7 million releases ago count as equally old.
     """
@@ -269,7 +269,7 @@ class Counts(NamedTuple):
 
 @functools.cache
 def lfu_da() -> EvictionPolicy:
-    """Evicts the block used least often, where uses long ago count less: LFU with dynamic aging.
+    """Evicts the block used least often, where old uses count less: LFU with dynamic aging.
 
     On release, a block's count becomes its uses plus the age of the cache. The age is the largest count of an evicted
     block, so new blocks overtake formerly popular blocks. Among equal blocks, and among blocks more than 120 ahead of
@@ -322,7 +322,7 @@ def _mixed(blocks: Blocks) -> jax.Array:
 
 @functools.cache
 def priority() -> EvictionPolicy:
-    """Evicts the block of the lowest priority, among equals the least recently released. Needs `retention` in the spec.
+    """Evicts the block with the lowest priority, and the oldest release among equals. Needs `retention` in the spec.
 
     A parent outlives its cached children, so a tail of high priority protects its whole prefix. Blocks released more
     than 16.7 million releases ago count as equally old.
@@ -338,12 +338,13 @@ def _priority_then_age(blocks: Blocks, now: jax.Array) -> jax.Array:
 
 @functools.cache
 def trt_leaf() -> EvictionPolicy:
-    """The order of TensorRT-LLM, for study: `priority()`, but the end of a time to live counts as a release.
+    """Evicts in TensorRT-LLM's order, for study: like `priority()`, but the end of a time to live counts as a release.
 
-    When its time is over, a block goes to the back of the queue of priority 35 and begins to age there; `priority()`
-    counts on from its release. A call that evicts sorts all blocks. Needs `retention` in the spec.
+    When its time is over, a block goes to the back of the queue of priority 35 and begins to age there. With
+    `priority()` its age still counts from the release. A call that evicts sorts all blocks. Needs `retention` in the
+    spec.
 
-    Source: TensorRT-LLM's LRUEvictionPolicy, evicting leaves alone, with `refresh` before every request.
+    Source: TensorRT-LLM's LRUEvictionPolicy, evicting only leaves, with `refresh` before every request.
     """
     return by_score(_queue_position, timed=True, name="trt_leaf")
 

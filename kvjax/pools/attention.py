@@ -7,14 +7,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit
+from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
 from kvjax.pools.lineage import note, note_read, probed_scale
+from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
+from kvjax.spec import CacheSpec
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
 
@@ -42,8 +45,8 @@ def attend(
     Over latents, all query heads share a kv head, and V is the first columns of K. You pass absorbed queries, and get
     absorbed results.
 
-    jax differentiates it with respect to q, sinks and the pools. XLA computes the derivative over all slots of the
-    block tables. It computes the result of a differentiated call too, unless you name a kernel.
+    You can differentiate it with respect to q, sinks and the pools. XLA then computes both the result and the
+    derivative, over all slots of the block tables. If you name a kernel, the kernel still computes the result.
 
     Args:
       q: [R, C, Q, D]; [1, T, Q, D] for a flat view, ragged or mixed. Query heads g * Q / K to (g + 1) * Q / K - 1 share
@@ -51,15 +54,17 @@ def attend(
       pools: the K/V, already written for the view's tokens.
       layer: the model's layer number. It may be traced, i32[], if the spec has a single pool.
       view: the positions of the tokens.
-      index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None uses the layer's index.
+      index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None takes the index from `layer`.
       scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
       window: None means the window of the layer's `LayerSpec`. If the layer has none, each token attends to the last
-        `window` tokens only, itself included.
+        `window` tokens only, itself included. If the `LayerSpec` has `sink_tokens`, each token attends to these first
+        tokens too, as in StreamingLLM. Both limits are exact to the token.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
-      sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value.
+      sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value. These sinks of
+        gpt-oss have nothing to do with `sink_tokens`.
       return_lse: whether to return the logarithm of the softmax's denominator too.
       implementation: an entry of `IMPLEMENTATIONS`, which serves the call or raises. None chooses the first able to
-        serve.
+        serve the call.
 
     Returns:
       [R, C, Q, D] like q, or [R, C, Q, values] over latents, with zeros where the view has padding. With `return_lse`
@@ -89,8 +94,10 @@ def attend(
     q = floats("q", q)
     window = _window_of(pools.spec.groups[group].window, window, layer)
     sinks = None if sinks is None else floats("sinks", sinks)
-    _check(q, array, view, window, soft_cap, sinks, layer, context)
+    _check(q, heads_of(array, spec.head_dim), view, window, soft_cap, sinks, layer, context)
+    view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
+    table, lengths, sink_options = _seen(view, group, pools.spec, window)
     is_decode = view.starts is None and q.shape[1] == 1
     decodes = view.num_decode_rows
     call = functools.partial(
@@ -100,6 +107,7 @@ def attend(
         soft_cap=soft_cap,
         values=spec.values,
         return_lse=return_lse or context is not None,
+        **sink_options,
         implementation=implementation,
     )
 
@@ -132,10 +140,10 @@ def attend(
         "q": q,
         "pool": array,
         "index": index,
-        "table": view.tables[group],
+        "table": table,
         "scales": pools.scales_of(group, pool),
         "sinks": sinks,
-        "lengths": view.lengths,
+        "lengths": lengths,
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
     }
     with jax.named_scope("attend"):
@@ -158,9 +166,29 @@ def _window_of(of_layer: int | None, given: int | None, layer: int | jax.Array) 
     return of_layer
 
 
-def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
-    kv_heads = array.shape[3]
-    width = array.shape[5]
+def _seen(view: View, group: int, spec: CacheSpec, window: int | None) -> tuple[jax.Array, jax.Array, dict[str, int]]:
+    """A group's table and lengths, and the kernels' option for sinks.
+
+    With sinks the table lacks the columns between them and the window.
+    """
+    table = view.tables[group]
+    lengths = view.lengths_of(group)
+    group_spec = spec.groups[group]
+    if window is None or not group_spec.sink_tokens:
+        return table, lengths, {}
+    options = {"sink_tokens": group_spec.sink_tokens}
+    if view.is_packed(group):
+        return table, lengths, options
+    num_sinks = -(-group_spec.sink_tokens // spec.block_size)
+    first_column = group_spec.first_column(lengths - view.num_tokens, spec.block_size)
+    gap = jnp.maximum(first_column - num_sinks, 0)
+    column = np.arange(table.shape[1], dtype=np.int32)[None]
+    column = column + jnp.where(column < num_sinks, 0, gap[:, None])
+    return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * spec.block_size, options
+
+
+def _check(q, heads, view, window, soft_cap, sinks, layer, context) -> None:
+    kv_heads, width = heads
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks whose tokens are divided among devices, so each device has a part of every sequence's context.
+"""Divides the tokens of each block among devices, so each device has a part of every sequence's context.
 
 Token t of a block is on shard t mod C, in slot t div C. A block of 8 tokens on C = 2 shards is
 
@@ -55,7 +55,7 @@ class Context:
         return (lengths - self.shard() + self.size - 1) // self.size
 
     def merge(self, out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Merges each device's attention into attention over the tokens of all shards.
+        """Merges the attention of each device into attention over the tokens of all shards.
 
         Args:
           out: [T, Q, D]; this device's attention over its own tokens, zeros without any.
@@ -79,7 +79,7 @@ class Context:
 
     def whole(self, blocks: jax.Array) -> jax.Array:
         """Whole blocks, with their tokens in order, from each device's part [B, L, 2, K, P / C, ...]."""
-        # As words: XLA's CPU sends narrow floats as float32, which changes the bits of a NaN.
+        # Sends integers: XLA's CPU backend sends narrow floats as float32, which changes the bits of a NaN.
         words = lax.bitcast_convert_type(blocks, f"uint{8 * blocks.dtype.itemsize}")
         parts = lax.bitcast_convert_type(lax.all_gather(words, self.axis, axis=_SLOTS + 1), blocks.dtype)
         return parts.reshape(*blocks.shape[:_SLOTS], -1, *blocks.shape[_SLOTS + 1 :])

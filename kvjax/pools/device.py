@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The K/V bytes on the device: donated pools, updated in place, which follow the events.
 
-A pool is an array `[N + 1, L, 2, K, P, D]`. A block is a contiguous run, to copy or to move between tiers. Inside a
-block each (layer, K or V, head) is a contiguous tile `[P, D]`, to read in attention. The last pool row is scratch:
+A pool is an array `[N + 1, L, 2, K, P, D]`. A block is contiguous, so it is cheap to copy or move between tiers. Inside
+a block each (layer, K or V, head) is a contiguous tile `[P, D]`, which attention reads. The last pool row is scratch:
 padding is written there, and nothing reads it. Never slice a layer out of a pool, since a slice copies it. A scan over
 layers carries the pools, and names a layer by its index in its pool.
+
+With `make_spec(layout="tokens")`, for TPUs, a pool is `[N + 1, L, P, R, W]` instead (`pallas_kernels.by_token`). Blocks
+outside of pools (`pools/stage.py`) are by head in either case.
 
 The scales of a quantised pool are in a sibling array, which is copied and moved together with the pool. A pool of
 latents is `[N + 1, L, 1, 1, P, D]`. The pool of recurrent layers is a dict of arrays, each `[N + 1, L, ...]`: a block
@@ -36,14 +39,15 @@ from kvjax.pools.lineage import note_write, probed_kv
 from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
+from pallas_kernels.by_token import head_shape
 
 
 class Pools(Pytree, static=("spec", "placement")):
     """The K/V of a cache. Valid only together with its state.
 
     Attributes:
-      arrays: per group and pool [N + 1, L, 2, K, P, D], or [N + 1, L, 1, 1, P, D] for latents; for recurrent layers
-        {name: [N + 1, L, ...]}.
+      arrays: per group and pool [N + 1, L, 2, K, P, D], [N + 1, L, P, R, W] with layout="tokens", or [N + 1, L, 1, 1,
+        P, D] for latents; for recurrent layers {name: [N + 1, L, ...]}.
       spec: static; shapes.
       scales: per group and pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
       placement: static; divides the kv heads among devices, and the tokens of blocks, which then have another order
@@ -136,9 +140,15 @@ def check_fit(pools: Any, view: Any) -> None:
         raise ValueError(f"view: got one of a cache with {_difference(view.spec, pools.spec)}, as the pools have")
 
 
-def checked_kv(view: View, array: jax.Array, layer: Any, **new: jax.Array | None) -> list[jax.Array]:
-    """A view's new K, V or latents as arrays. A ValueError names an array with a wrong shape or dtype."""
-    shape = (*view.positions.shape, array.shape[3], array.shape[5])  # of one device, where the caller maps the step
+def heads_of(array: jax.Array, width: int) -> tuple[int, int]:
+    """K and D of a pool with heads of this width. If the caller maps the step, the K heads of a single device."""
+    shape = head_shape(array.shape, width)
+    return shape[3], shape[5]
+
+
+def checked_kv(view: View, array: jax.Array, width: int, layer: Any, **new: jax.Array | None) -> list[jax.Array]:
+    """Returns a view's new K, V or latents as arrays. A ValueError names an array with a wrong shape or dtype."""
+    shape = (*view.positions.shape, *heads_of(array, width))
     for name, x in new.items():
         if x is None or np.shape(x) != shape:
             got = "None" if x is None else f"shape {np.shape(x)}"
@@ -191,12 +201,12 @@ def _with(arrays, group: int, pool: int, array: Any):
 def init_pools(
     spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None = None, context: str | None = None
 ) -> Pools:
-    """Pools of zeros. All arrays are separate, so you can donate them.
+    """Makes pools of zeros. No two arrays share memory, so you can donate them.
 
     Args:
       spec: shapes.
       mesh: the devices among which the kv heads are divided. None means a single device.
-      heads: the mesh axis to divide the kv heads. Along other axes the pools are copies of each other.
+      heads: the mesh axis to divide the kv heads. Along all other axes the pools are replicated.
       context: another mesh axis, which divides the tokens of each block of layers with full attention. Use it for
         models with fewer kv heads than devices, and for sequences longer than a device can hold. Blocks of layers with
         windows or states stay whole. None disables it.
@@ -222,12 +232,12 @@ def init_pools(
         rows = group.num_blocks + 1, len(pool.layers)
         return jax.tree.map(
             lambda block, axes: zeros(group, (*rows, *block.shape), block.dtype, axes),
-            pool.block_shape(spec.block_size),
+            pool.pool_shape(spec.block_size),
             pool.mesh_axes,
         )
 
     def scales(group: GroupSpec, pool: PoolSpec) -> jax.Array | None:
-        if not pool.quantised:  # the states of recurrent layers never are quantised
+        if not pool.quantised:  # the states of recurrent layers are never quantised
             return None
         shape = group.num_blocks + 1, len(pool.layers), *pool.block_shape(spec.block_size).shape[:-1]
         return zeros(group, shape, jnp.float32, pool.mesh_axes)
@@ -252,7 +262,7 @@ def write(
     """Writes a layer's K/V, or latents, of a view's tokens into their slots.
 
     If you donate the pools, they are updated in place. The view's padding is dropped. The K/V become findable later, by
-    `commit`. jax differentiates it as it does `attend`, but rounding to int8 or fp8 has no derivative.
+    `commit`. You can differentiate it like `attend`, but rounding to int8 or fp8 has no derivative.
 
     Args:
       pools: the K/V so far.
@@ -261,9 +271,9 @@ def write(
       v: shaped like k; None for a layer of latents.
       view: the slots of the tokens.
       index: i32[]; the layer's index in its pool (`CacheSpec.locate`), for a scan over layers. `layer` then names any
-        layer of the pool. An index out of range is clamped: beyond the pool's last layer to the last, below 0 to the
-        first. None uses the layer's index.
-      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
+        layer of the pool. An index out of range is clamped: to the last layer if it is too large, to the first if it is
+        negative. None takes the index from `layer`.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve the call.
 
     Returns:
       The pools with the tokens' K/V, in the pool's dtype. A quantised pool gets a scale per token and head.
@@ -290,9 +300,9 @@ def write(
     if v is not None and spec.values is not None:
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
     if spec.values is None:
-        k, v = checked_kv(view, array, layer, k=k, v=v)
+        k, v = checked_kv(view, array, spec.head_dim, layer, k=k, v=v)
     else:
-        (k,) = checked_kv(view, array, layer, k=k)
+        (k,) = checked_kv(view, array, spec.head_dim, layer, k=k)
     k, v = probed_kv(layer, k, v)
     scales = pools.scales_of(group, pool)
     slots = view.slots[group]
@@ -316,18 +326,18 @@ def write(
 
 @own_transfers()
 def apply(pools: Pools, events: Events, *, implementation: str | None = None) -> Pools:
-    """Copies blocks as a transition ordered, each a whole block in all layers.
+    """Makes the copies of blocks that a transition ordered. Each copies a whole block in all layers.
 
     If you donate the pools, they are updated in place. No copy's target is the source of another copy of the same
-    transition, so order does not matter. The cost follows the number of copies, not the capacity of the events.
+    transition, so order does not matter. The cost depends on the number of copies, not on the capacity of the events.
 
     Args:
       pools: the K/V before the copies.
       events: the transition's events.
-      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve the call.
 
     Raises:
-      ValueError: if `pools` is anything else.
+      ValueError: if `pools` is not a `Pools`.
     """
     _check_pools(pools)
 

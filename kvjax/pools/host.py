@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes of the host tier: blocks move between the device's pools and pools in pinned host memory.
 
-This is the only file with memory kinds. A host pool has the shape of its device pool, without the scratch row. A move
-copies a block out of an array into another, in place:
+No other file uses jax's memory kinds. A host pool has the shape of its device pool, without the scratch row. A move
+copies a block from an array into another array, in place:
 
     for each move of a batch:  target = dynamic_update_slice(target, dynamic_slice(source, row), row)
 
 The reasons (`benchmarks.offload` measures them, tests/unit/pools/test_host_pool.py compiles the move for a GPU):
-- On a CPU a block costs a copy at the speed of memory. Collecting a batch in an array first, as `jax.device_put` of a
-  batch does too, takes five times as long, since the system has to hand out fresh pages.
-- For a GPU, XLA makes each update of a host pool a kernel on a stream of its own, which writes to the host's memory and
-  aliases the pool. A scatter, or an index in host memory, becomes code for the host instead. A loop of unknown length
-  asks the host before each turn, hence batches of fixed sizes.
-- On a CPU a program with a reshape of a pool to `[N + 1, -1]` copies all of it where L, K or P is 1: keep the axes.
+- On a CPU, moving a block is a copy at the speed of memory. To collect a batch in an array first, as `jax.device_put`
+  of a batch does, takes five times as long, since the system has to provide new pages.
+- For a GPU, XLA turns each update of a host pool into a kernel on a separate stream, which writes to the host's memory
+  and aliases the pool. A scatter, or an index in host memory, becomes code for the host instead. A loop of unknown
+  length would wait for the host before each turn, so batches have fixed sizes.
+- On a CPU a program that reshapes a pool to `[N + 1, -1]` copies the whole pool if L, K or P is 1. Keep the axes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from kvjax.events.transfer import Transfer
 from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK
+from pallas_kernels.by_token import blocks_by_head
 
-# Moves of one program, the largest first. Any number of moves is a sum of these sizes, so that nothing is padded.
+# The numbers of moves in a program, the largest first. Any number of moves is a sum of these sizes, so no batch is
+# padded.
 BATCHES = (64, 16, 4, 1)
 
 
@@ -40,7 +42,7 @@ class HostPools(Pytree, static=("spec",)):
     """The K/V of the host tier, in pinned host memory. Valid only together with the state and the pools used with it.
 
     Attributes:
-      arrays: per group and pool [H, L, 2, K, P, D]; index h is pool row N + h.
+      arrays: per group and pool [H, L, 2, K, P, D], or [H, L, P, R, W] with layout="tokens"; index h is pool row N + h.
       spec: static; shapes.
       scales: per group and pool f32[H, L, 2, K, P] if it is quantised, else None.
     """
@@ -57,7 +59,7 @@ class TransferError(RuntimeError):
       pools: the device's pools to continue with, since the pools given to `move` may be gone. The contents of the
         targets are undefined.
       host: the host's pools to continue with.
-      overwritten: bool[K]; moves whose source is also the target of a move, their bytes may be lost.
+      overwritten: bool[K]; moves whose source is also the target of another move. Their bytes may be lost.
     """
 
     def __init__(self, message: str, pools: Pools, host: HostPools, overwritten: np.ndarray):
@@ -69,11 +71,12 @@ class TransferError(RuntimeError):
 
 @own_transfers()
 def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
-    """Host pools, divided among devices like the device's pools. Their contents are undefined.
+    """Makes host pools, divided among devices like the device's pools. Their contents are undefined.
 
-    The device's pools come back committed to their devices, as moves leave them, without a copy. jax recompiles a
-    program for committed arrays, and a decode step should not recompile when the first block comes back. A program's
-    results are committed if an argument is, so commit a state used in the same programs as the pools.
+    The returned device pools are committed to their devices, without a copy, because moves commit them too. jax
+    compiles a program again for committed arrays, and a decode step must not be compiled again when the first block
+    comes back. The results of a program are committed if one of its arguments is. So commit a state that you use in the
+    same programs as the pools.
 
     Args:
       pools: the device's pools, to be replaced by the returned pools. Their spec has the host blocks of each group.
@@ -92,11 +95,11 @@ def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
 
 @own_transfers()
 def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, HostPools]:
-    """Copies blocks between the tiers as a transition ordered.
+    """Makes the moves between the tiers that a transition ordered.
 
-    Both pools are donated and updated in place, after the programs already using them and before later programs. Call
-    it from host code, not under `jit`: it reads the orders, which waits for their transition but for no copy. If a
-    device fails during a copy, the error is raised when the pools are awaited, as for any step.
+    Both pools are donated and updated in place, after the programs that already use them and before later programs.
+    Call it from host code, not under `jit`: it reads the orders, so it waits for their transition, but not for any
+    copy. If a device fails during a copy, you get the error when you wait for the pools, as with any step.
 
     Args:
       pools: the device's K/V.
@@ -129,8 +132,14 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
 
 
 def read_blocks(host: HostPools, group_index: int, index: np.ndarray) -> Any:
-    """Blocks index i32[n] of a group's host pools, on the device: a tree of (arrays, scales)."""
-    return _read(arrays_of(host, group_index), index)
+    """Blocks index i32[n] of a group's host pools, by head, on the device: a tree of (arrays, scales)."""
+    pools = host.spec.groups[group_index].pools
+    arrays, scales = _read(arrays_of(host, group_index), index)
+    arrays = tuple(
+        blocks_by_head(blocks, pool.head_dim) if pool.by_token else blocks
+        for pool, blocks in zip(pools, arrays, strict=True)
+    )
+    return arrays, scales
 
 
 def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -156,8 +165,8 @@ def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray,
 
 
 def _move(tiers: list[Any], to_host: np.ndarray, to_device: np.ndarray) -> None:
-    """Moves blocks of a group. Replaces `tiers`, (device, host), step by step: a failure leaves the latest arrays."""
-    # Stage the sources that an offload overwrites on the device first: each source is read before it is overwritten.
+    """Moves blocks of a group. Replaces `tiers`, (device, host), in steps, so a failure leaves the latest arrays."""
+    # First stage the sources that an offload overwrites on the device, so each source is read before it is overwritten.
     is_early = np.isin(to_device[:, 0], to_host[:, 1])
     staged = [(_read(tiers[1], batch[0]), batch[1]) for batch in _batches(to_device[is_early])]
     for batch in _batches(to_host):
@@ -193,7 +202,7 @@ def _copy_blocks(targets: Any, sources: Any, index: jax.Array) -> Any:
 
 
 def _weighty(index: jax.Array) -> jax.Array:
-    """The index plus a zero that takes a thousand operations: XLA runs a smaller CPU program in the calling thread."""
+    """Adds a zero computed by a thousand operations, because XLA runs smaller CPU programs in the calling thread."""
     zero = jnp.minimum(0, jnp.max(index.reshape(-1)[0] ^ lax.iota(jnp.int32, 1024)))
     return index + zero
 

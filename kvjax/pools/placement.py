@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools on several devices: each has a share of the kv heads of every block, and computes with these heads alone.
+"""Pools on several devices: each has a share of the kv heads of every block, and computes only with these heads.
 
 Latents have a single kv head. Each device has a copy of all latents, and computes its share of the query heads. A
 second axis of the mesh can divide the tokens of every block (`pools/context.py`), in groups with full attention.
 
-XLA cannot divide a kernel: it would gather whole pools for it. So `write`, `attend` and `apply` map their kernel calls
-over the devices. Nothing else touches a pool.
+XLA cannot divide a kernel among devices, and would gather whole pools for it. So `write`, `attend` and `apply` map
+their kernel calls over the devices. Nothing else touches a pool.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
 from kvjax.spec import CacheSpec, GroupSpec, Kind, PoolSpec
+from pallas_kernels.by_token import token_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The mesh axes to divide pools: their kv heads, and the tokens of a block.
 
-    Along other axes of the mesh the pools are copies.
+    Along other axes of the mesh the pools are replicated.
 
     Attributes:
       mesh: the mesh; a mesh in context replaces it.
@@ -40,7 +41,7 @@ class Placement:
     context: Context | None = None
 
     def of_group(self, group: GroupSpec) -> Placement:
-        """The placement of a group's pools: without full attention, its blocks are whole on each device."""
+        """The placement of a group's pools. Unless it has full attention, each device has whole blocks."""
         return self if group.kind is Kind.FULL else dataclasses.replace(self, context=None)
 
     def over_devices(
@@ -53,8 +54,8 @@ class Placement:
         """Calls function(**operands) on each device with its heads and tokens.
 
         Args:
-          function: computes each head by itself, and with the methods of `context` each token. It must not close over
-            an array.
+          function: computes each head separately. It may combine tokens of several devices only with the methods of
+            `context`. It must not close over an array.
           operands: arrays, ints or None.
           axes: the divided axes of each operand. Operands without an entry are the same on all devices.
           out_axes: the divided axes of the results, a tree.
@@ -65,7 +66,7 @@ class Placement:
         """
         mesh = self._mesh()
         names = {self.heads, *([self.context.axis] if self.context else [])} - {*mesh.manual_axes}
-        if not names:  # the caller has mapped the whole step: the operands are one device's
+        if not names:  # the caller has mapped the whole step, so the operands belong to one device
             return function(**operands)
         parts = mesh.shape[self.heads] if self.heads in names else 1
         for name, axis in axes.items():
@@ -115,7 +116,7 @@ class Placement:
 
 
 def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
-    """An operand of Explicit axes as the map needs it. Refuses a pool with another partition: it would be gathered."""
+    """Gives an operand of Explicit axes the map's partition. Refuses pools of another partition, to avoid a gather."""
     if x is None or isinstance(x, int):
         return x
     have = jax.typeof(x).sharding.spec
@@ -169,6 +170,8 @@ def num_shards(
             f"context: got axis {context!r} of {parts} devices, wanted one that divides blocks of {spec.block_size} "
             "tokens"
         )
+    if parts > 1 and any(pool.by_token for group in spec.groups for pool in group.pools):
+        raise ValueError("context: got a mesh axis for K/V with layout='tokens', wanted None, or layout='heads'")
     return shards, parts
 
 
@@ -178,4 +181,7 @@ def _divided(pool: PoolSpec) -> list[tuple[int, str]]:
         return [
             (array.shape[array.axis], f"parts of {array.name!r}") for array in pool.arrays if array.axis is not None
         ]
+    if pool.by_token:
+        rows, _ = token_rows(pool.kv_heads, pool.head_dim)
+        return [(rows, "rows of kv heads") if rows < pool.kv_heads else (pool.kv_heads, "kv heads")]
     return [(pool.kv_heads, "kv heads")] if pool.values is None else []

@@ -2,7 +2,7 @@
 """Recurrent layers over paged snapshots: the state after the last written token of each block.
 
 A row continues from the snapshot of the block before its first token, and leaves a snapshot in each block it writes.
-Chunks go through the layer as tiles, in order, each ending at a block's end, with the states carried:
+Chunks go through the layer in tiles, in order. Each tile ends at the end of a block, and passes its states on:
 
     blocks of 4       [ a0 a1 a2 a3 ] [ a4 a5 a6 a7 ] [ a8 .  .  .  ]     a row with 6 tokens continues: a6 a7 a8
     snapshots after           a3            a5, a7            a8          it reads that after a5, writes a7 and a8
@@ -52,12 +52,12 @@ def recur(
     Args:
       cell: (states, inputs [B, C, ...], count i32[B]) -> (outputs [B, C, ...], states). States are a dict of the
         layer's arrays, [B, ...] each, zeros before the first token. The first `count` tokens of each row are real. The
-        cell must not let the others change the states.
+        others must not change the states.
       pools: the snapshots of the tokens before.
       layer: the model's layer number. It may be traced, i32[], if the spec has a single pool.
       view: the positions of the tokens.
       inputs: a tree of arrays [R, C, ...]; [1, T, ...] for a flat view, ragged or mixed.
-      index: i32[]; the layer's index in its pool, as in `write`. None uses the layer's index.
+      index: i32[]; the layer's index in its pool, as in `write`. None takes the index from `layer`.
       keep: whether to write the new snapshots. Speculation verifies draft tokens with keep=False, then runs the
         accepted tokens.
       width: static; the largest number of tokens in a tile.
@@ -68,7 +68,7 @@ def recur(
     Raises:
       ValueError: while tracing, if an argument does not fit, or if the layer is not recurrent.
 
-    Source: chunks by tiles with a carried state as in Mamba-2 and Gated DeltaNet, snapshots at block ends as in vLLM.
+    Source: tiles with a carried state as in Mamba-2 and Gated DeltaNet, snapshots at block ends as in vLLM.
     """
     check_fit(pools, view)
     given_index = index
@@ -156,7 +156,7 @@ class _Snapshots(NamedTuple):
     def write(self, slots: jax.Array, states: States, num_tokens: jax.Array) -> _Snapshots:
         """Puts states [R, ...] after num_tokens i32[R] into pool rows slots i32[R], except for the scratch row."""
         scratch = self.arrays[NUM_TOKENS].shape[0] - 1
-        # Each dropped row gets an index of its own, so that XLA may take all indices as distinct.
+        # Each dropped row gets a different index, so XLA may assume distinct indices.
         slots = jnp.where(slots < scratch, slots, scratch + 1 + jnp.arange(slots.size, dtype=jnp.int32))
         new = {NUM_TOKENS: num_tokens, **states}
         written = {
@@ -201,7 +201,7 @@ def _chunks(
     total = slots.size
     width = tile_width(width, block_size)
     work, num_tiles = block_tiles(total, rows.start + rows.count, rows.token, rows.count, max_count, width, block_size)
-    # Reads all snapshots before the loop: for a read inside it, XLA would copy the pool that the loop writes.
+    # Reads all snapshots before the loop. For a read inside the loop, XLA would copy the pool that the loop writes.
     begin = snapshots.read(rows)
     states = {name: jnp.zeros_like(state[:1]) for name, state in begin.items()}
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, width)] + [(0, 0)] * (x.ndim - 1)), inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation of Q and K by their tokens' positions, together with the write of K and V: a single kernel on a GPU."""
+"""Rotates Q and K by their tokens' positions, and writes K and V. On a GPU this is a single kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax.checks import floats
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, own_slots, write
+from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, heads_of, own_slots, write
 from kvjax.pools.lineage import note_write, probed_kv
 from kvjax.pools.views import View
 from pallas_kernels.rotary import rotate
@@ -32,7 +32,7 @@ def rope_write(
 
     The pairs of dimensions are (i, i + W / 2) for the first W dimensions, all D or a part of them. Q and K are rotated
     in float32 and rounded to their dtype. On a GPU this is a single kernel if W is D. If q, k and v are products with
-    the same x, XLA computes them together. Apply norms of q and k before.
+    the same x, XLA computes the products together. Apply norms of q and k before the call.
 
     Args:
       pools: the K/V so far.
@@ -42,8 +42,8 @@ def rope_write(
       v: shaped like k.
       angles: cosine and sine of each token's and pair's angle, f32[R, C, 1, W / 2] each.
       view: the slots of the tokens.
-      index: i32[]; the layer's index in its pool, as in `write`. None uses the layer's index.
-      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve.
+      index: i32[]; the layer's index in its pool, as in `write`. None takes the index from `layer`.
+      implementation: an entry of `pallas_kernels.IMPLEMENTATIONS`. None chooses the first able to serve the call.
 
     Returns:
       The rotated q, for `attend`; and the pools with the tokens' K/V.
@@ -57,10 +57,10 @@ def rope_write(
     group, pool, pool_index, array, spec = attention_pool(pools, layer, index)
     if spec.values is not None:
         raise ValueError(f"layer: got {layer}, which has latents, wanted one with K/V")
-    k, v = checked_kv(view, array, layer, k=k, v=v)
+    k, v = checked_kv(view, array, spec.head_dim, layer, k=k, v=v)
     q = floats("q", q)
     angles = (floats("angles", angles[0]), floats("angles", angles[1]))
-    _check(q, angles, view, array)
+    _check(q, angles, view, heads_of(array, spec.head_dim))
     if 2 * angles[0].shape[-1] < q.shape[-1]:
         pools = write(pools, layer, rotate(k, angles), v, view, index=index, implementation=implementation)
         return rotate(q, angles), pools
@@ -93,10 +93,9 @@ def rope_write(
     return q, note_write(pools, result, (group, pool), layer, index)
 
 
-def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, array: jax.Array) -> None:
+def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, heads: tuple[int, int]) -> None:
     batch = view.positions.shape
-    kv_heads = array.shape[3]
-    width = array.shape[5]
+    kv_heads, width = heads
     if q.ndim != 4 or q.shape != (*batch, q.shape[2], width) or q.shape[2] % kv_heads:
         raise ValueError(
             f"q: got shape {q.shape}, wanted [{', '.join(map(str, batch))}, a multiple of {kv_heads}, {width}]"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of the cache for a model step: the slot of each token, and the blocks it may read.
 
-A view is for the next tokens of some rows, after the committed tokens, reserved by `admit` or `extend`. In a block of
-steps it is for the tokens after all that earlier steps have written. A view has three forms, and a model sees a batch
-of rows in each:
+A view describes the next tokens of some rows, after the committed tokens. `admit` or `extend` has reserved them. In a
+block of steps, a view describes the tokens after all tokens that earlier steps have written. A view has three forms,
+and a model sees a batch of rows in each:
 
     view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
     [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import Pytree, pick, sum_before
+from kvjax._arrays import Pytree, pick, put, sum_before
 from kvjax._compile import own_transfers
 from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask, static_int32
 from kvjax.spec import CacheSpec
@@ -32,14 +32,14 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
     """The positions and slots of the tokens in a model step.
 
     A mixed view is a ragged view of S + R rows, whose first S rows have a single position each. Code that ignores
-    `decodes` may treat it as ragged. `recur` runs recurrent layers. If you write a kernel for them, row r starts at
+    `decodes` may treat it as ragged. Use `recur` for recurrent layers. If you write a kernel for them, row r starts at
     token `lengths - num_tokens`, from the snapshot in pool row `tables[g][r, (start - 1) // P]` of the recurrent group
     g.
 
     Attributes:
       tables: per group i32[R, M]; pool rows, N (scratch) where a row has no block on the device.
-      positions: i32[R, C], or i32[1, T] if ragged; each token's position in its sequence. Padding has some position
-        too.
+      positions: i32[R, C], or i32[1, T] if ragged; each token's position in its sequence. The position of padding is
+        arbitrary.
       lengths: i32[R]; the number of tokens that a row's last token attends to, including this view's. A row without
         tokens in the view has 0.
       slots: per group, shaped like positions; pool row * P + offset, where each token's K/V are written. The scratch
@@ -47,11 +47,14 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
       num_tokens: i32[R]; the number of each row's tokens in this view.
       starts: i32[R]; the index of each row's first token if ragged, None if padded.
       decodes: static; S if mixed, else 0. Row i of the first S has position i of the flat batch.
-      fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. Then its
-        work is not cut into parts by the rows' lengths, which fills a GPU less evenly, and costs a CPU the longest
-        row's steps for all rows.
+      fixed_split: static; whether attention of a decode row gives the same bits whatever the other rows are. Attention
+        then does not split rows by their lengths, so a GPU is used less evenly, and a CPU takes as many steps for each
+        row as for the longest row.
       spec: static; the cache's spec. `write` and `attend` refuse pools of another spec. None disables this check, for a
         view made by hand.
+      packed_lengths: per group i32[R] if its table lacks blocks in the middle of rows, else None. The rows are then
+        packed: the columns of `tables` are the blocks to read, in order, and row r ends after `packed_lengths[g][r]`
+        of their tokens. None if no group has such a table.
     """
 
     tables: tuple[jax.Array, ...]
@@ -63,6 +66,16 @@ class View(Pytree, static=("decodes", "fixed_split", "spec")):
     decodes: int = 0
     fixed_split: bool = False
     spec: CacheSpec | None = None
+    packed_lengths: tuple[jax.Array | None, ...] | None = None
+
+    def lengths_of(self, group: int) -> jax.Array:
+        """i32[R]; the number of tokens in a group's table that a row's last token attends to."""
+        lengths = None if self.packed_lengths is None else self.packed_lengths[group]
+        return self.lengths if lengths is None else lengths
+
+    def is_packed(self, group: int) -> bool:
+        """Whether a group's table lacks blocks in the middle of rows."""
+        return self.packed_lengths is not None and self.packed_lengths[group] is not None
 
     @property
     def num_decode_rows(self) -> int:
@@ -81,7 +94,7 @@ def view(
     *,
     written: ArrayLike = 0,
 ) -> View:
-    """A view in padded form: C tokens for each row.
+    """Makes a view in padded form: C tokens for each row.
 
     Args:
       state: the cache, with the tokens reserved.
@@ -112,7 +125,7 @@ def view(
 def ragged(
     state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None, *, written: ArrayLike = 0
 ) -> View:
-    """A view in ragged form: all rows' tokens on an axis of T, row after row.
+    """Makes a view in ragged form: the tokens of all rows on an axis of T, row after row.
 
     Use it for batches of long chunks and single tokens, which the padded form would pad to the longest chunk.
 
@@ -143,7 +156,7 @@ def ragged(
 
 @on_state
 def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: ArrayLike, size: int) -> View:
-    """A view in mixed form: a token of each decoding row, then chunks of other rows, all on the same axis.
+    """Makes a view in mixed form: a token of each decoding row, then chunks of other rows, all on the same axis.
 
     The flat batch has S + `size` positions. Position i < S is row i's. After these the chunks follow as in `ragged`. A
     model computes the whole batch at once, and `attend` serves its two parts as decode and as prefill.
@@ -181,6 +194,41 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
         starts=jnp.concatenate([all_rows, starts + max_seqs]),
         decodes=max_seqs,
     )
+
+
+def packed(
+    table: jax.Array, lengths: jax.Array, chosen: jax.Array, scratch: int, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Moves the chosen blocks of each row to the front of its block table, in order.
+
+    Attention has no position of a key apart from its place in the table, and the tokens of the view are the last, so
+    causality and a row's last block stay as they were.
+
+    Args:
+      table: i32[R, M]; pool rows. The scratch row is a hole, which nobody can choose.
+      lengths: i32[R]; the number of tokens in each row of the table.
+      chosen: bool[R, M]; the columns to read. A row's last column has to be among them.
+      scratch: the scratch row, which fills the rest of each row.
+      block_size: P.
+
+    Returns:
+      The packed table i32[R, M], and the number of tokens in its rows i32[R].
+
+    Example:
+      >>> from kvjax.pools.views import packed
+      >>> table, chosen = jnp.array([[5, 3, 8, 1]]), jnp.array([[True, False, True, True]])
+      >>> packed(table, jnp.array([10]), chosen, scratch=9, block_size=4)[0].tolist()  # 10 tokens are in 3 columns
+      [[5, 8, 9, 9]]
+      >>> packed(table, jnp.array([10]), chosen, scratch=9, block_size=4)[1].tolist()  # without the 4 tokens of 3
+      [6]
+    """
+    column = np.arange(table.shape[1], dtype=np.int32)[None]
+    num_columns = -(-lengths // block_size)
+    chosen = chosen & (column < num_columns[:, None]) & (table != scratch)
+    num_chosen = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)
+    row = np.broadcast_to(np.arange(table.shape[0], dtype=np.int32)[:, None], table.shape)
+    front = put(jnp.full_like(table, scratch), (row, num_chosen - 1), table, chosen)
+    return front, lengths - (num_columns - num_chosen[:, -1]) * block_size
 
 
 @own_transfers()
@@ -231,6 +279,8 @@ def _rows(state: CacheState, num_tokens, seqs, written):
         pool_row = group.pool_row(table)
         on_device = is_row[:, None] & (table >= 0) & (pool_row < spec.num_blocks)
         tables.append(jnp.where(on_device, pool_row, spec.num_blocks))
+    if state.seqs.holes is not None:
+        tables[0] = jnp.where(pick(state.seqs.holes, seqs), state.spec.groups[0].num_blocks, tables[0])
     written = jnp.maximum(each_row("written", written, seqs.shape), 0)  # committed tokens are never written again
     start = jnp.where(is_row, pick(state.seqs.committed, seqs) + written, 0)
     num_pending = jnp.where(is_row, pick(state.seqs.length, seqs), 0) - start
@@ -247,7 +297,7 @@ def _packed(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arra
     starts = jnp.minimum(sum_before(count), size)
     count = jnp.minimum(count, size - starts)
     token = jnp.arange(size, dtype=jnp.int32)[None]
-    # A slot's owner is the last row that starts there or before: a row without tokens starts where the next one does.
+    # A slot's owner is the last row that starts at or before it. A row without tokens starts where the next row does.
     owner = jnp.sum(token >= starts[:, None], axis=0, dtype=jnp.int32)[None] - 1
     return starts, count, owner, token - pick(starts, owner)
 
@@ -262,4 +312,14 @@ def _view(state, tables, start, count, owner, offset, starts, decodes=0) -> View
         pool_row = pick(table, (owner, positions // size))
         slots.append(jnp.where(is_token, pool_row, group.num_blocks) * size + positions % size)
     lengths = jnp.where(count > 0, start + count, 0)
-    return View(tables, positions, lengths, tuple(slots), count, starts, decodes, spec=state.spec)
+    view = View(tables, positions, lengths, tuple(slots), count, starts, decodes, spec=state.spec)
+    return _without_holes(view) if state.spec.thinning else view
+
+
+def _without_holes(view: View) -> View:
+    """Packs the rows of the first group's table, where `thin` has left holes."""
+    assert view.spec is not None
+    table, *other_tables = view.tables
+    everything = np.ones(table.shape, np.bool_)
+    table, lengths = packed(table, view.lengths, everything, view.spec.groups[0].num_blocks, view.spec.block_size)
+    return view.replace(tables=(table, *other_tables), packed_lengths=(lengths, *(None for _ in other_tables)))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools to choose a policy and a cache size for a workload, from a trace of it. Nothing imports this package."""
+"""Chooses an eviction policy and a cache size from a trace of your workload. Nothing else imports this package."""
 
+from kvjax.research.comparison import Comparison, compare
 from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
-from kvjax.research.learning.compare_learned import Comparison, compare_learned
-from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.log_report import LogReport, log_report
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Hits, Rule
@@ -13,6 +12,7 @@ from kvjax.research.simulators.simulate import simulate
 from kvjax.research.traces.event_log import read_events
 from kvjax.research.traces.generator import Sessions, Workload, draw_trace
 from kvjax.research.traces.readers import read_azure, read_bailian, read_burst, read_mooncake, read_trace
+from kvjax.research.traces.sessions import sessions_of, split_sessions
 from kvjax.research.traces.trace import Trace, make_trace
 from kvjax.research.traces.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
@@ -20,7 +20,6 @@ __all__ = [
     "RULES",
     "Comparison",
     "Hits",
-    "Learned",
     "LogReport",
     "Overlap",
     "Rule",
@@ -29,12 +28,11 @@ __all__ = [
     "Trace",
     "Workload",
     "belady",
-    "compare_learned",
+    "compare",
     "draw_trace",
     "hits_by_age",
     "hits_by_depth",
     "in_blocks",
-    "learn_policy",
     "log_report",
     "lru_curve",
     "make_trace",
@@ -48,7 +46,9 @@ __all__ = [
     "replay",
     "reuse_distances",
     "reuse_times",
+    "sessions_of",
     "simulate",
+    "split_sessions",
     "summary",
     "unbounded",
     "write_libcachesim_csv",

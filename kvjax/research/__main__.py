@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import pathlib
@@ -20,11 +21,10 @@ from typing import Any, get_args
 import numpy as np
 
 from kvjax import policies
+from kvjax.research.comparison import NOTES, SHARES, compare
 from kvjax.research.figures import summary, unbounded
-from kvjax.research.learning.compare_learned import compare_learned
-from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.log_report import log_report
-from kvjax.research.plots import plot_gains, plot_log, plot_rates, plot_reuse
+from kvjax.research.plots import plot_closed, plot_log, plot_rates, plot_reuse
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Hits, Rule, check_longest, check_sizes
 from kvjax.research.simulators.lru_curve import lru_curve
@@ -32,18 +32,21 @@ from kvjax.research.simulators.replay import replay
 from kvjax.research.simulators.simulate import missing_fields, simulate
 from kvjax.research.traces.generator import draw_trace
 from kvjax.research.traces.readers import read_trace
+from kvjax.research.traces.sessions import split_sessions
 from kvjax.research.traces.trace import Trace
 from kvjax.state import EvictionPolicy
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "adaptive": policies.adaptive,
     "cost_aware": policies.cost_aware,
     "fifo": policies.fifo,
     "lfu": policies.lfu,
     "lfu_da": policies.lfu_da,
     "lru": policies.lru,
     "random": policies.random,
+    "t_lru": functools.partial(policies.t_lru, tail_blocks=2),
 }
-_PLOTTED = 500  # sizes of a plotted curve, more than the eye can separate
+_PLOTTED = 500  # sizes of a plotted curve, more than the eye can distinguish
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,17 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (about, run) in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
-        command.add_argument("trace", metavar="TRACE", help=_TRACE)
+        command.add_argument("trace", metavar="TRACE", nargs="+" if name == "compare" else None, help=_TRACE)
         command.add_argument("--rule", choices=get_args(Rule), default="full", help="rule of hits (%(default)s)")
         command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures to this file")
         command.set_defaults(run=run)
-        command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
         command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="save a plot in this file")
-        if name == "learn":
-            command.add_argument("--seeds", metavar="S", type=int, default=3, help="policies of a split (%(default)s)")
-            command.add_argument("--on", metavar="TRACE", help="a second trace to count hits in")
-            command.add_argument("--save", metavar="FILE.npz", type=pathlib.Path, help="save a policy learned from all")
-            command.add_argument("--policies", metavar="NAME", nargs="*", default=["lfu", "fifo"], help=_NAMES)
+        if name == "compare":
+            command.add_argument("--shares", metavar="SHARE", type=float, nargs="+", default=SHARES, help=_SHARES)
+            command.add_argument("--policies", metavar="NAME", nargs="+", default=["adaptive"], help=_NAMES)
+            command.add_argument("--final", action="store_true", help="the second half of each trace, once at the end")
+        else:
+            command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
             command.add_argument("--overlap", nargs=2, type=float, metavar=("TOKENS/S", "MS"), help=_OVERLAP)
@@ -75,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if args.command == "log":
             _log(args)
+        elif args.command == "compare":
+            _compare(args)
         else:
             args.run(_trace(args.trace), args)
     except (OSError, ValueError, ImportError) as error:
@@ -155,17 +160,21 @@ def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], arg
     return hits
 
 
-def _learn(trace: Trace, args: argparse.Namespace) -> None:
-    on = None if args.on is None else _trace(args.on)
-    chosen = {name: _policy(name) for name in args.policies}
-    sizes = _sizes(trace if on is None else on, args, hold_all=True)
-    comparison = compare_learned(trace, sizes, rule=args.rule, seeds=args.seeds, policies=chosen, on=on)
-    print(comparison)
-    _save(args.json, comparison.as_json())
+def _compare(args: argparse.Namespace) -> None:
+    """Prints a table for a half of each trace. All traces are read before the first table."""
+    chosen = {name: _policy(name) for name in args.policies if name != "lru"}
+    traces = {name: split_sessions(_trace(name))[args.final] for name in args.trace}
+    half = "second half" if args.final else "first half"
+    comparisons = []
+    for name, trace in traces.items():
+        stem = pathlib.Path(name).stem
+        comparisons.append(compare(trace, chosen, shares=args.shares, rule=args.rule, name=f"{stem}, {half}"))
+        print(f"{comparisons[-1]}\n", flush=True)
+    print("\n".join(NOTES))
+    print(_SEEN if args.final else _FIRST)
+    _save(args.json, [comparison.as_json() for comparison in comparisons])
     if args.plot is not None:
-        plot_gains(comparison, args.plot)
-    if args.save is not None:
-        learn_policy(trace, rule=args.rule).save(args.save)
+        plot_closed(comparisons, args.plot)
 
 
 def _sizes(trace: Trace, args: argparse.Namespace, *, hold_all: bool = False) -> list[int]:
@@ -182,14 +191,12 @@ def _sizes(trace: Trace, args: argparse.Namespace, *, hold_all: bool = False) ->
 
 
 def _between(sizes: Sequence[int]) -> list[int]:
-    """The sizes, and more sizes between them for a picture."""
+    """The sizes, with further sizes in between for a picture."""
     return sorted({*sizes, *np.geomspace(min(sizes), max(sizes), _PLOTTED).astype(int).tolist()})
 
 
 def _policy(name: str) -> EvictionPolicy:
-    """A policy of kvjax by name, or of `learn --save` by file, or of your own: MODULE:NAME, or its return value."""
-    if name.endswith(".npz"):
-        return Learned.load(name).policy
+    """A policy of kvjax by name, or of your own: MODULE:NAME, or its return value."""
     module, _, attribute = name.rpartition(":")
     if not module and name not in _POLICIES:
         raise ValueError(f"--policies: got {name!r}, wanted {_NAMES}")
@@ -230,7 +237,7 @@ def _report(args: argparse.Namespace, curves: Mapping[str, Hits], bound: Hits | 
     )
 
 
-def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
+def _save(path: pathlib.Path | None, figures: Any) -> None:
     if path is not None:
         path.write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -238,12 +245,15 @@ def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
 _LOG = "counts, reuse and lifetimes in a log of events, and blocks stored again after their eviction"
 _TRACE = "a file for read_trace, or drawn:SEED for a random trace"
 _OVERLAP = "run requests at the same time, at this speed: prompt tokens/s, and ms per token of an answer"
-_NAMES = f"{', '.join(_POLICIES)}, FILE.npz saved by learn, or MODULE:NAME of your own"
-_COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = {
+_NAMES = f"{', '.join(_POLICIES)}, or MODULE:NAME of your own"
+_SHARES = "sizes of caches as shares of the distinct blocks (0.02 0.1 0.3)"
+_FIRST = "This is the half to choose by. Once you have chosen, --final prints the other sessions."
+_SEEN = "You have seen the second half now: for a policy changed after this, it is no clean test."
+_COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "summary": ("figures of a trace", _summary),
     "curve": ("LRU's hits at each size, exactly, and the bound", _curve),
     "sweep": ("hits of policies, and the bound", _sweep),
-    "learn": ("a policy learned from a part of the trace, and LRU, on a later part", _learn),
+    "compare": ("policies next to LRU and the bound, on one half of the sessions of each trace", _compare),
     "bound": ("Belady's bound, without and with bypass", _bound),
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a trace: its size, the share of reused blocks, and the limits of these figures."""
+"""Figures of a trace: its size, the share of reused blocks, and caveats about these figures."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Summary:
       sessions, kinds: the number of sessions, and of requests of each class; None if the trace has none.
       rate, token_rate, mean_rate: hit rates of an unbounded cache; see `Hits`.
       used_once: number of ids in only one request.
-      reuse_ms: the quartiles of the time from a use of a block to its next use; None without reuse.
-      answers_rate: an estimate of the gain of `rate` if answers were stored. A prompt counts as the next turn of an
-        earlier request if it continues at least two full blocks of it and could hold its answer.
-      next_turns: the number of prompts with a gain.
+      reuse_ms: the quartiles of the time between two uses of a block; None without reuse.
+      answers_rate: an estimate of how much `rate` would grow if answers were stored. A prompt counts as the next turn
+        of an earlier request if it continues at least two full blocks of the request, and is long enough to contain its
+        answer.
+      next_turns: the number of prompts that would find more.
       overlap: (prompt tokens/s, ms per token of an answer), the speed for `held` and `running`.
       held, running: the maximum number of blocks held, and of requests running, at the same time.
       notes: the notes of the trace.
@@ -253,10 +254,11 @@ def _since_last_use(trace: Trace) -> np.ndarray:
 
 
 def _hits_in_answers(trace: Trace, rule: Rule, num_found: np.ndarray) -> tuple[int, int]:
-    """The gain if answers were stored: blocks found in addition to num_found i32[R], and prompts with a gain.
+    """The gain if answers were stored: blocks found in addition to num_found i32[R], and the number of such prompts.
 
-    A prompt counts as the next turn of an earlier request if it begins with all full blocks of that prompt, two or
-    more, but not with a partly filled block, and could hold its answer. Then it would find all blocks that both fill.
+    A prompt counts as the next turn of an earlier request if it begins with all full blocks of the earlier prompt (at
+    least two), does not contain its partly filled block, and is long enough to contain its answer. It would then find
+    all blocks filled by the earlier prompt and answer.
     """
     # Last full block of a prompt -> (tokens of prompt and answer, partly filled block or -1) of its requests.
     ends: dict[int, list[tuple[int, int]]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report of a log of events (`kvjax.interop.log`): reuse, lifetimes of blocks, and blocks stored again."""
+"""Reports on a log of events (`kvjax.interop.log`): reuse, lifetimes of blocks, and blocks stored again."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _spread(lengths: Sequence[float], name: str) -> str:
 
 
 def log_report(lines: Iterable[str]) -> LogReport:
-    """The report of the lines of a log. It counts lines of other forms as refused.
+    """The report of the lines of a log. It counts lines that are not valid as refused.
 
     Example:
       >>> from kvjax import research
@@ -118,7 +118,7 @@ class _Reader:
         self._first: float | None = None
 
     def read(self, where: str, text: str) -> None:
-        """Follows a line."""
+        """Adds a line of the log to the report."""
         report = self.report
         try:
             line = checked_line(where, records.parse_json(where, text))

@@ -26,8 +26,8 @@ from kvjax._pictures import (
     round_ticks,
     saved,
 )
+from kvjax.research.comparison import Comparison
 from kvjax.research.figures import hits_by_age, hits_by_depth, reuse_times
-from kvjax.research.learning.compare_learned import Comparison
 from kvjax.research.log_report import NO_HITS, LogReport, duration
 from kvjax.research.simulators.hits import Hits, Rule
 from kvjax.research.simulators.lru_curve import reuse_distances
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_gains", "plot_log", "plot_rates", "plot_reuse"]
+__all__ = ["plot_closed", "plot_log", "plot_rates", "plot_reuse"]
 
-_MARKED = 40  # the most sizes of a curve with markers
+_MARKED = 40  # curves of up to this many sizes get markers
 _BARS = 40  # spans of a log
+_LOWEST = -50  # percent of the distance to the bound
 
 
 @picture
@@ -50,7 +51,7 @@ def plot_rates(
     bound: Hits | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Draws the share of blocks found by the size of the cache, and below it each curve minus LRU's.
+    """Draws the share of blocks found against the size of the cache. Lower axes show each curve minus LRU's.
 
     A curve of up to 40 sizes has markers. The lower axes need a curve named "lru", and show its sizes. Their scale is
     linear up to a percent of the blocks requested, then logarithmic.
@@ -101,7 +102,8 @@ def plot_reuse(
 ) -> Figure:
     """Draws reused blocks by reuse distance, by depth in their prompt, and by time since the last use.
 
-    Filled areas are blocks requested. Lines are blocks found by each cache, and show the hits lost by a small cache.
+    Filled areas are blocks requested. Lines are blocks found by each cache, so you see the hits that a small cache
+    loses.
 
     Args:
       curves: hits of a trace by the name of their policy, under the same rule; `unbounded` has all possible hits.
@@ -140,36 +142,41 @@ def plot_reuse(
 
 
 @picture
-def plot_gains(comparison: Comparison, path: str | os.PathLike[str] | None = None) -> Figure:
-    """Draws the gain of a learned policy over LRU by the size of the cache, with its 95 % interval, for each part.
+def plot_closed(comparisons: Sequence[Comparison], path: str | os.PathLike[str] | None = None) -> Figure:
+    """Draws the closed share of the distance from LRU to Belady's bound, for each trace, policy and size.
+
+    Bars below -50 % are cut off there.
 
     Args:
-      comparison: a result of `compare_learned`.
+      comparisons: results of `compare`, one for each axes, with the same policies.
       path: saves the picture to this file; None disables saving.
 
     Returns:
-      The figure, with axes for each part.
+      The figure, with axes for each trace.
 
     Raises:
       ImportError: without matplotlib.
+      ValueError: without comparisons.
     """
-    figure = new_figure(4 * len(comparison.parts), 3.6)
-    order = np.argsort(comparison.sizes)
-    sizes = comparison.sizes[order]
-    axes = figure.subplots(1, len(comparison.parts), sharey=True, squeeze=False)[0]
-    for ax, (first, last), learned_from, gain, low, high in zip(
-        axes, comparison.parts, comparison.learned_from, comparison.gain, comparison.low, comparison.high, strict=True
-    ):
+    if not comparisons:
+        raise ValueError("comparisons: got none, wanted at least one")
+    figure = new_figure(max(2.4 * len(comparisons), 5), 3.6)
+    axes = figure.subplots(1, len(comparisons), sharey=True, squeeze=False)[0]
+    for ax, comparison in zip(axes, comparisons, strict=True):
+        policies = list(comparison.low)
+        position = np.arange(len(comparison.sizes))
+        width = 0.8 / max(len(policies), 1)
+        for index, policy in enumerate(policies):
+            shift = width * (index - (len(policies) - 1) / 2)
+            color = LINES[index % len(LINES)]
+            ax.bar(position + shift, 100 * comparison.closed(policy), width, color=color, label=policy)
         ax.axhline(0, color=FAINT, linewidth=0.8)
-        ax.fill_between(sizes, 100 * low[order], 100 * high[order], color=PALE)
-        ax.plot(sizes, 100 * gain[order], color=LINES[0], marker="o")
-        ax.set_xscale("log")
-        round_ticks(ax, sizes[0], sizes[-1])
-        finish(ax, "blocks of the cache", "% more blocks comparison than by LRU" if ax is axes[0] else "")
-        ax.set_title(f"learned from {learned_from:,}, counted in {first:,} to {last - 1:,}", color=FAINT)
-    figure.suptitle(
-        f'Rule "{comparison.rule}"; requests follow one another', x=0.01, ha="left", color=FAINT, fontsize=10
-    )
+        finish(ax, "blocks of the cache", "% closed of LRU to the bound" if ax is axes[0] else "")
+        ax.set_xticks(position, [f"{size:,}" for size in comparison.sizes])
+        ax.set_title(comparison.name.split(",")[0], color=FAINT)
+    bottom, _ = axes[0].get_ylim()
+    axes[0].set_ylim(bottom=max(bottom, _LOWEST))
+    legend_below(figure)
     return saved(figure, path)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over a model and a cache: steps, decoding on the device, generation for many prompts, continuous batching."""
+"""Loops over a model and a cache: single steps, decoding on the device, generation, and continuous batching."""
 
 from kvjax._compile import compiler_options
 from kvjax.model import Model
@@ -21,14 +21,18 @@ from kvjax.serving.sampling import Sampling
 from kvjax.serving.score import score
 from kvjax.serving.serve import serve, serve_step, what_if
 from kvjax.serving.show import show_requests, show_step
+from kvjax.serving.speculation import Drafter, Drafting, Drafts
+from kvjax.serving.speculation_models import draft_model, early_exit
+from kvjax.serving.speculation_ngram import ngram
 from kvjax.serving.submit import cancel, drain, submit
 from kvjax.verbs.free_rows import free_rows
 
 __all__ = [
-    "Constraints", "Decoded", "Engine", "EngineError", "Finish", "GenerationInterrupted", "Handle", "Model", "Output",
-    "Penalties", "Progress", "QueueFull", "Replicas", "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions",
-    "Sampling", "Scheduler", "Serving", "Times", "cancel", "chain", "choose_replica", "compiler_options", "constrain",
-    "decode", "decode_log", "drain", "free_rows", "generate", "init_serving", "make_requests", "penalize", "results",
-    "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step",
-    "stream", "submit", "what_if", "worst_step",
+    "Constraints", "Decoded", "Drafter", "Drafting", "Drafts", "Engine", "EngineError", "Finish",
+    "GenerationInterrupted", "Handle", "Model", "Output", "Penalties", "Progress", "QueueFull", "Replicas", "Request",
+    "Requests", "Rollout", "Route", "Rows", "RunOptions", "Sampling", "Scheduler", "Serving", "Times", "cancel",
+    "chain", "choose_replica", "compiler_options", "constrain", "decode", "decode_log", "draft_model", "drain",
+    "early_exit", "free_rows", "generate", "init_serving", "make_requests", "ngram", "penalize", "results", "rollout",
+    "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step", "step", "stream",
+    "submit", "what_if", "worst_step",
 ]  # fmt: skip

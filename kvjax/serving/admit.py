@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The third part of a step: waiting requests get rows in turn, as long as counting says they fit."""
+"""The third part of a step: waiting requests get rows in turn, as long as the counted blocks suffice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Admitted(Pytree):
 def admit(
     serving: Serving, log: Log, scheduler: Scheduler, tried: jax.Array, log_room: int, now: jax.Array
 ) -> tuple[Serving, Log, Admitted]:
-    """Admits waiting requests in order, if bool[] `tried`, while the log has room for `log_room` events afterwards."""
+    """Admits waiting requests in order, if `tried` bool[], and leaves room for `log_room` events in the log."""
     log_room += admission_events(serving.cache.state.spec, serving.width)
 
     def attempt(carry):
@@ -66,7 +66,7 @@ def _next(serving: Serving, scheduler: Scheduler, skipped: jax.Array) -> jax.Arr
 
 
 def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
-    """Ends the first waiting request if no request has a row: no block will ever become free for it."""
+    """Ends the first waiting request if no request has a row, because then no more blocks will become free."""
     requests = serving.requests
     slot = _next(serving, scheduler, jnp.zeros(requests.stage.shape, jnp.bool_))
     where = (slot >= 0) & ~jnp.any(serving.row >= 0)
@@ -109,7 +109,7 @@ def _admit_one(
         state, events, sources = admit_row(state, row, text, match, retention, now, reserve_tokens, TIERS[0], width)
         cache = Cache(release_sources(state, sources), apply(serving.cache.pools, events))
         serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
-        # Fenced as in a mixed step: nothing reads the text any more.
+        # Fenced as in a mixed step, because nothing reads the text any more.
         requests, is_admitted = fence(serving.requests, events.ok)
         return serving.replace(requests=requests), append_events(log, events), is_admitted, events.cached[0]
 
@@ -159,7 +159,7 @@ def _fits(
 def _waits_for_prefix(
     serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array, match: Match
 ) -> jax.Array:
-    """bool[]; whether a row is about to compute the next reusable part of the request's prefix."""
+    """bool[]; whether a running row is about to compute the next part of the prefix that the request could reuse."""
     if not scheduler.wait_for_prefix:
         return jnp.bool_(False)
     requests = serving.requests
@@ -175,7 +175,8 @@ def _waits_for_prefix(
     def key(start: jax.Array) -> jax.Array:
         return pick(requests.keys, start // block_size + column)
 
-    # Keys, two words for each row, select candidates. Then the tokens of a single candidate are compared.
+    # Keys, two words for each row, select candidates. Then the tokens of a single candidate are compared with the
+    # prompt.
     is_alike = serving.running & (serving.row != slot) & (row_requests.prompt >= end) & (seqs.committed < end)
     is_alike = is_alike & jnp.all(key(row_requests.start) == key(request.start)[None], axis=-1)
     other_slot = pick(serving.row, jnp.argmax(is_alike))
@@ -186,7 +187,7 @@ def _waits_for_prefix(
 
 
 def _retention(serving: Serving, slot: jax.Array) -> Retention | None:
-    """The retention of request slot i32[]. If it comes back, blocks with generated tokens are not the prompt's."""
+    """The retention of request slot i32[]. If it was preempted, its generated tokens do not count as its prompt."""
     request = serving.requests[slot]
     prompt = request.prompt
 
@@ -199,7 +200,7 @@ def _retention(serving: Serving, slot: jax.Array) -> Retention | None:
 
 
 def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
-    """Notes the admission of request slot i32[] to row i32[], where bool[] `done`, with i32[] `cached` tokens."""
+    """Records the admission of request slot i32[] to row i32[] with `cached` i32[] tokens, if `done` bool[]."""
     requests = serving.requests
     samples = requests.samples_of(slot) & done
     first_time = done & (requests[slot].preemptions == 0)
@@ -223,9 +224,9 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
 
 
 def has_row(serving: Serving, placed: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
-    """Notes an admission between loops: placed i32[2] has the slot and the row, i32[] `cached` the tokens found."""
+    """Records an admission between loops: placed i32[2] has the slot and the row, `cached` i32[] the tokens found."""
     slot = placed[0]
     row = placed[1]
-    requests = serving.requests.at(slot, ~done, onboard=False)  # next time without its blocks on the host
+    requests = serving.requests.at(slot, ~done, onboard=False)  # the next attempt ignores its blocks on the host
     serving = serving.replace(requests=requests, onboard_slot=jnp.int32(-1), dirty=jnp.bool_(True))
     return enter(serving, slot, row, cached, done)

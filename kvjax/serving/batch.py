@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run: its requests fill a driver, which is turned until no request is left."""
+"""A run of requests: they fill a driver, which takes turns until no request is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.serving.turns import Job, Slots
 from kvjax.serving.weights import check_weights, known
 from kvjax.spec import CacheSpec
 
-# Minimum sizes of arrays: small batches share the programs of the first batch.
+# Minimum sizes of arrays, so small batches share the programs of the first batch.
 MIN_SLOTS = 32
 MIN_TOKENS = 4096
 MIN_COLUMNS = 128
@@ -86,7 +86,7 @@ class Batch[C: AnyCache]:
             job.output.finish = refusal
 
     def _slots(self, logits_state: Any) -> Slots:
-        """Makes a slot for each output, in arrays of few sizes: most batches find the programs of the first batch."""
+        """Makes a slot for each output. Arrays have few sizes, so most batches share programs with the first batch."""
         jobs = self._jobs
         spec = self._spec
         block_size = self._spec.block_size
@@ -108,7 +108,7 @@ class Batch[C: AnyCache]:
             width=min(bucket(max(max(max_tokens, default=1) - 1, 1024), block_size), spec.max_length),
             num_ranges=bucket(max(ranges), 1) if ranges else None,
             logits_state=jax.tree.map(np.asarray, logits_state),
-            # On a CPU the program that samples is as fast for greedy rows, so a single program is compiled.
+            # On a CPU the program that samples is as fast for greedy rows, so only this program is compiled.
             greedy=not samples and jax.default_backend() != "cpu",
             min_p=any(request.has_min_p for request in requests),
             capacity=bucket(max(needed, min(full_rows, MAX_SPARE)), block_size),
@@ -116,7 +116,7 @@ class Batch[C: AnyCache]:
 
     @own_transfers()
     def turn(self) -> bool:
-        """Enters the loop of the scheduler once, and reads its result. Returns whether there is more to do."""
+        """Runs the scheduler's loop, and reads its result. Returns whether there is more to do."""
         try:
             return self._turn()
         except BaseException:
@@ -149,7 +149,7 @@ class Batch[C: AnyCache]:
         return bool(driver.active)
 
     def _score(self) -> None:
-        """Scores the prompts whose log-probabilities are wanted, and keeps the jobs that go on."""
+        """Scores the prompts whose log-probabilities are requested, and keeps the jobs that continue."""
         for job in self._jobs:
             if job.leader is job and job.request.prompt_logprobs_from is not None:
                 samples = [sample for sample in self._jobs if sample.leader is job]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity: blocks that rows and requests need, now and at most; steps for which they suffice; events of a step.
+"""Capacity: the blocks that rows and requests need, now and at most; the steps these allow; the events of a step.
 
-Nothing here changes a state: the caller decides.
+These functions only count. They change no state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvjax.state import CacheState, Group
 
 
 def may_copy(state: CacheState, group: Group) -> jax.Array:
-    """bool[S]; rows whose last block is partly filled, and shared or findable: a write into it copies it first."""
+    """bool[S]; rows that copy their last block before a write, because it is partly filled and shared or findable."""
     block_size = state.spec.block_size
     length = state.seqs.length
     last_block = table_entry(group, np.arange(length.shape[0], dtype=np.int32), length // block_size)
@@ -50,7 +50,7 @@ def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> li
 
 
 def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
-    """bool[]; whether blocks for `next_blocks` and for refused chunks are missing. `freed` become available before."""
+    """bool[]; whether blocks for `next_blocks` and for refused chunks are missing, after `freed` become available."""
     groups = serving.cache.state.groups
     needed = next_blocks(serving, scheduler, serving.out_of_blocks)
     lacks = serving.refused == 1
@@ -71,9 +71,9 @@ def sample_blocks(
 ) -> list[jax.Array]:
     """For each group i32[...]: the maximum blocks added by samples bool[..., K], of max_tokens i32[K], to the leader's.
 
-    The samples share the whole blocks of their prompt, i32[...] tokens, with the leader. In a window group each may
-    release them at another time. The count takes all sharers of the last block to copy it, although the last keeps
-    the original.
+    The samples share the whole blocks of their prompt, i32[...] tokens, with the leader. In a window group they may
+    release these blocks at different times. The count assumes a copy of the last block for each of its sharers,
+    although the last sharer keeps the original.
     """
     num_shared = prompt // spec.block_size
     has_copy = jnp.any(samples, axis=-1) & (prompt % spec.block_size > 0)
@@ -91,7 +91,7 @@ def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, ja
     """For each group, two i32[]: the blocks possibly needed by running rows, and their limit.
 
     Without a window a row keeps its shared blocks as long as it runs, so it needs the blocks it does not hold yet.
-    With a window, rows release shared blocks at different times, and each may then need as many as if it were alone.
+    With a window, rows release shared blocks at different times, so each may need as many blocks as if it were alone.
     """
     state = serving.cache.state
     request = serving.by_row
@@ -117,8 +117,9 @@ def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, ja
 def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) -> jax.Array:
     """The maximum number of steps, i32[] from 1 to k, for which each group has blocks, and the log has room.
 
-    Each row writes at most new i32[S] tokens. Sharers of a last block are counted as if each copied it, although its
-    last holder may keep it. So 1 is no promise: a step may be refused, or succeed in spite of the count.
+    Each row writes at most new i32[S] tokens. The count assumes that each sharer of a last block copies it, although
+    its last holder may keep it. So a result of 1 is not a guarantee: a step may be refused, or may succeed although the
+    count was too low.
     """
     block_size = state.spec.block_size
     length = state.seqs.length[None]
@@ -146,7 +147,7 @@ def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) ->
 
 
 def max_events(spec: CacheSpec, entered: Any, copied: Any, filled: Any) -> Any:
-    """The maximum events of extending and committing rows as they enter, copy and fill this many blocks in each group.
+    """The maximum events of `extend` and `commit` while rows enter, copy and fill this many blocks in each group.
 
     Each entered block may remove a block, and in the first group also the blocks of the other groups. With a host tier
     a stored block may also replace a block there.
@@ -167,7 +168,7 @@ def admission_events(spec: CacheSpec, width: int) -> int:
 
 
 def worst_step(spec: CacheSpec, scheduler: Scheduler) -> int:
-    """The maximum events of a step of the scheduler, without admissions, which check the log themselves."""
+    """The maximum events of a step of the scheduler, except for admissions, which check the log themselves."""
     rows = spec.max_seqs
     groups = len(spec.groups)
     chunk_blocks = scheduler.max_chunks(spec) * (-(-scheduler.chunk // spec.block_size) + 1)

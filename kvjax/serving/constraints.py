@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers restricted to a JSON schema, a regular expression or some choices: a `logits_fn` whose tables are arrays.
+"""Restricts answers to a JSON schema, a regular expression or a list of choices, by a `logits_fn` made of arrays.
 
 The automaton of a grammar has a row of `next_state` for each state, and a column for each class of tokens. A decoding
-row keeps a single number, its state. Each step gathers the state's row, and from it an entry for each token.
+row keeps only its state, a number. Each step gathers the state's row, and from it an entry for each token.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_STOP_TOKENS = 16
 
 
 class Constraints(Pytree):
-    """The grammars of rows, a `logits_fn` with a state. It is a pytree of arrays, so other grammars compile nothing.
+    """The grammars of rows, as a `logits_fn` with a state. It is a pytree of arrays, so new grammars compile nothing.
 
-    It takes the last place of a `chain`. `generate`, `run_batch`, `stream`, `rollout` and an engine give rows without a
+    In a `chain` it comes last. `generate`, `run_batch`, `stream`, `rollout` and an engine give rows without a
     `logits_state` the `initial_state`.
 
     Attributes:
@@ -40,7 +40,7 @@ class Constraints(Pytree):
       token_class: i16[grammars, V]; class of each token.
       stop_tokens: i32[grammars, 16]; padded with -1.
 
-    Source: Outlines, whose automata over tokens a host walks. Here they are arrays in the loop.
+    Source: Outlines, whose automata over tokens run on the host. Here they are arrays in the loop.
     """
 
     next_state: Any
@@ -51,7 +51,7 @@ class Constraints(Pytree):
     def create(cls, grammars: int, vocabulary: int, *, max_states: int = 4096, max_classes: int = 1024) -> Constraints:
         """Makes space for grammars of up to `max_states` states each, over a vocabulary of V tokens.
 
-        Until `put` gives it a grammar, each space allows no token but V - 1.
+        Until `put` fills a space with a grammar, it allows only token V - 1.
         """
         num_grammars = static_int("grammars", grammars, 1)
         size = static_int("vocabulary", vocabulary, 1)
@@ -103,7 +103,7 @@ class Constraints(Pytree):
     def put(self, grammar: int, other: Constraints) -> Constraints:
         """Replaces grammar number `grammar` by the grammar of `other`.
 
-        Rows in a state of this number go on with the new grammar, so put it where no request is.
+        Rows in a state of this number continue with the new grammar, so use a number that no request has.
 
         Raises:
           ValueError: if the number is out of range, or the limits or the vocabulary of `other` do not fit.
@@ -145,7 +145,7 @@ class Constraints(Pytree):
         return self.state() if self.grammars == 1 else np.int32(NONE)
 
     def check_request(self, request: Any, state: Any) -> None:
-        """Raises a ValueError for a request that would not end where its grammar does.
+        """Raises a ValueError for a request that could not end where its grammar ends.
 
         Args:
           request: a `Request`.
@@ -193,9 +193,9 @@ class Constraints(Pytree):
         states = self.next_state.shape[1]
         grammar, current = jnp.divmod(jnp.maximum(jnp.where(is_first, _FIRST - state, state), 0), states)
         after = pick(self.next_state, (grammar, current, pick(self.token_class, (grammar, last)))).astype(jnp.int32)
-        # A token that was forbidden, which another logits_fn has forced, ends the text as a stop token does.
+        # If another logits_fn has forced a forbidden token, the token ends the text like a stop token.
         current = jnp.where(is_first, current, jnp.maximum(after, _END))
-        # Fenced, or XLA would gather each entry from the table itself, for each token.
+        # Without the fence, XLA would gather each entry from the whole table, for each token.
         (class_allowed,) = fence((pick(self.next_state, (grammar, current)) >= 0) | ~is_bound[:, None])
         token_class = pick(self.token_class, grammar).astype(jnp.int32)
         allowed = jnp.take_along_axis(class_allowed, token_class, axis=1, mode="promise_in_bounds")
@@ -209,7 +209,7 @@ class Constraints(Pytree):
 def _placed(
     table: TokenTable, stop: np.ndarray, max_states: int, max_classes: int, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The leaves of a grammar, without an axis for it, in arrays of these limits."""
+    """The leaves of a grammar, padded to these limits, without the axis of grammars."""
     num_states, num_classes = table.next_state.shape
     next_state = np.full((max_states + 1, max_classes + 2), _FORBIDDEN, np.int16)
     inner = next_state[1 : num_states + 1]
@@ -235,8 +235,9 @@ def constrain(
     """Constrains answers to a JSON schema, a regular expression, or a list of choices.
 
     Pass it as `logits_fn`, with the same stop tokens. An answer with finish "stop" then has a text of the grammar
-    before the stop token. If `max_new_tokens` ends an answer earlier, it has the beginning of such a text. All grammars
-    of a tokenizer have arrays of the same shapes, with 2 bytes for each state and class.
+    before the stop token. If `max_new_tokens` ends an answer earlier, it is the beginning of such a text. For the same
+    tokenizer and limits, all grammars have arrays of the same shapes, with 2 bytes for each pair of a state and a
+    class.
 
     Args:
       schema: a JSON schema, or its text; see `kvjax.grammar.compile_schema`.

@@ -6,9 +6,9 @@
     commit      the written tokens of each row, which makes full blocks findable
     trim        rows give back unused blocks after an early stop
 
-`num_steps` finds n before anything changes, so `extend` succeeds wherever counting can tell. Tokens, log-probabilities
-and lengths are the same as with single steps. Without eviction the index and the events are the same too, in another
-order. With eviction, a row may take a block up to n - 1 steps earlier than it needs it.
+`num_steps` finds n before anything changes, so `extend` succeeds unless the count was inexact. Tokens,
+log-probabilities and lengths are the same as with single steps. Without eviction, so are the index and, except for
+their order, the events. With eviction, a row may take a block up to n - 1 steps before it needs the block.
 
 Source: MAX's multi-step decoding.
 """
@@ -56,9 +56,9 @@ def step[C: AnyCache](
     """Computes and commits the next tokens of rows for which `admit` or `extend` made room. Jit and donate it.
 
     Args:
-      model: see `Model`. It is called with `last=None` for `logits="all"` only. An argument of `jit` has to be a
-        pytree: pass a function closing over its weights as `jax.tree_util.Partial(fn, weights)`.
-      cache: the cache. A cache with a host tier is for host code: its own program takes and donates it.
+      model: see `Model`. It is called with `last=None` for `logits="all"` only. `jit` takes only pytrees: if your model
+        is a function with weights, pass `jax.tree_util.Partial(fn, weights)`.
+      cache: the cache. A `TieredCache` is for host code: `step` then runs and donates it in a program of its own.
       tokens: i32[R, C]; each row's next tokens, padded with valid ids.
       count: i32[R]; number of tokens of each row; 0 leaves the row alone.
       seqs: i32[R]; the rows, padded with -1. None means all S rows.
@@ -102,8 +102,7 @@ class Rows(Pytree):
       remaining: i32; number of tokens still to choose.
       seed: u32; seed of the row's random stream.
       prompt: i32; number of tokens of the row's prompt. None means all rows choose greedily (`sampling` is None).
-      state: a tree of arrays [S, ...]; the state of `logits_fn` for each row. With None it neither gets nor returns
-        any.
+      state: a tree of arrays [S, ...]; the state of `logits_fn` for each row. None means `logits_fn` has no state.
     """
 
     token: jax.Array
@@ -123,7 +122,7 @@ class Rows(Pytree):
 
 
 class SampledTokens(Pytree):
-    """Chosen tokens with their log-probabilities, in a single array: each array to write costs a kernel on a GPU."""
+    """Chosen tokens with their log-probabilities, in a single array, since each written array is a kernel on a GPU."""
 
     bits: jax.Array  # i32[2 + 2 T, S, n]; tokens, bits of their log-probabilities, and both for the T likeliest
 
@@ -287,14 +286,14 @@ def compute(
     """Runs up to `steps` i32[] steps of the model, at most k, for all active rows. The metadata stay as they are.
 
     An active row has everything except `rows.token` committed, and blocks for min(new, steps) tokens, new i32[S]. The
-    loop ends if no row is active; with `fixed_steps` it always turns k times. For `fixed_split` see `View`. Returns the
-    pools, whose new K/V are not committed yet, the rows, and the written tokens.
+    loop ends when no row is active. With `fixed_steps` it always takes k turns. For `fixed_split` see `View`. Returns
+    the pools, whose new K/V are not committed yet, the rows, and the written tokens.
     """
     committed = cache.state.seqs.committed
     max_length = cache.state.spec.max_length
 
-    # Apart from the model a step is a handful of kernels on a GPU. An operation on a scalar would add a kernel, and so
-    # would the loop's condition. So each row counts the steps itself, and the step computes whether to go on.
+    # Besides the model, a step is a handful of kernels on a GPU. An operation on a scalar would add a kernel, and so
+    # would the loop's condition. So each row counts the steps, and the step computes whether to continue.
     def run_step(carry):
         step_number, _, pools, rows, written, chosen = carry
         active = rows.active & (step_number < jnp.minimum(new, steps))
@@ -304,7 +303,7 @@ def compute(
         choice, state = choose(logits, rows, committed + written)
         chosen = chosen.put(SampledTokens.of(choice), step_number[0])
         rows = rows.with_state(active, state)
-        rows = _advance(rows, active, choice.tokens, choose.stop, committed + written < max_length)
+        rows = advance(rows, active, choice.tokens, choose.stop, committed + written < max_length)
         step_number = step_number + 1
         return step_number, jnp.any(rows.active & (step_number < steps)), pools, rows, written, chosen
 
@@ -319,7 +318,7 @@ def compute(
     return pools, rows, DecodeBlock(written, chosen, rows.state)
 
 
-def _advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
+def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
     """Advances the rows where bool[S] `chose` took `token` i32[S]; bool[S] `fits` says whether the row can hold it."""
     stop_columns = jnp.moveaxis(stop, -1, 0)  # each [], or [S]
     stopped = functools.reduce(operator.or_, [token == column for column in stop_columns], jnp.zeros_like(chose))
@@ -329,7 +328,7 @@ def _advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fi
 
 
 class Decoded(NamedTuple):
-    """Choices of a jitted loop: tokens i32[S, steps] (-1: none), logprobs f32[S, steps], and whether blocks ran out."""
+    """The choices of a jitted loop: tokens i32[S, steps] (-1: none), logprobs f32[S, steps]; whether blocks ran out."""
 
     tokens: jax.Array
     logprobs: jax.Array
@@ -337,7 +336,7 @@ class Decoded(NamedTuple):
 
 
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
-    """Makes a log for the events of at least `steps` steps in ordinary use. The loop ends if it is nearly full."""
+    """Makes a log with room for at least `steps` steps in ordinary use. The loop ends if the log is nearly full."""
     usual_events = steps * spec.max_seqs * len(spec.groups) // 2
     return init_log(
         usual_events + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids, spec.has_recurrent
@@ -374,18 +373,19 @@ def decode(
 ) -> tuple[Cache, Rows, Log, Decoded]:
     """Runs up to `steps` decode steps for all active rows, in blocks of up to k. Jit and donate it.
 
-    You admit rows and compute their prompts, for example by `step`. `serve` admits requests itself. The loop ends early
-    if no row is active, if the pool has too few blocks for all rows, or if the log is nearly full. The choices do not
-    depend on k.
+    Before the call, you admit rows and compute their prompts, for example with `step`. (`serve` admits requests
+    itself.) The loop ends early if no row is active, if the pool has too few blocks for all rows, or if the log is
+    nearly full. The choices do not depend on k.
 
     Args:
       model: see `step`.
       cache: the cache, in which active rows have everything except `rows.token` committed, and no block for it yet.
       rows: the state of each row.
-      log: a `decode_log`, takes the events. None disables events.
+      log: a `decode_log` for the events. None disables events.
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
-      sampling: leaves [] or [S]. Idle rows should be greedy. None means all rows are, and compiles nothing else.
+      sampling: leaves [] or [S]. Idle rows should be greedy. None means all rows are greedy, and compiles only this
+        case.
       logits_fn: see `RunOptions`.
       k: static; maximum steps of a block, 1 to P. None means P.
       fixed_steps: static; see `RunOptions`.

@@ -2,11 +2,12 @@
 """The host loop of serving: requests go in, the scheduler's loop runs, and the host reads its results.
 
     score     computes log-probabilities of a prompt, if a request wants them, before the request is submitted
-    submit    submits and cancels requests by a single call, and gives each request a slot
+    submit    submits and cancels requests in a single call, and gives each request a slot
     dispatch  empties blocks if a host tier can take them, and starts the loop without waiting for it
     read      reads the oldest unread loop: its tokens, finished requests, and moves between the tiers
 
-`run_batch` and `stream` fill a driver and turn it until no request is left. An `Engine` has a driver in its thread.
+`run_batch` and `stream` fill a driver, and run these steps until no request is left. An `Engine` has a driver in its
+thread.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from kvjax.state import CacheState
 
 
 def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
-    """The logits f32[S, V] of a mixed step, traced with its shapes, so `serve` finds the model traced."""
+    """The logits f32[S, V] of a mixed step, traced with its shapes, so `serve` need not trace the model again."""
     spec = cache.state.spec
     chunk_tokens = scheduler.chunk_tokens(cache.state.spec)
     no_rows = jnp.full((scheduler.max_chunks(spec),), -1, jnp.int32)
@@ -60,7 +61,7 @@ _mixed_logits = OutermostJit(_mixed_logits, static_argnames="scheduler")
 
 
 def check_run(model: Any, cache: Any, options: RunOptions) -> None:
-    """Raises a ValueError unless this is host code with a whole cache, and the model and options fit the cache."""
+    """Raises a ValueError unless this is host code, the cache is whole, and the model and options fit the cache."""
     check_model(model)
     check_cache(cache)
     check_placement(model, cache)
@@ -95,7 +96,7 @@ class Limits(NamedTuple):
         """
         jobs = list[J]()
         prompt_tokens = len(request.prompt)
-        # A request never grows beyond the cache: it would only wait.
+        # A request must not grow beyond the cache, because it would wait forever.
         max_tokens = max(min(prompt_tokens + request.max_new_tokens, self.max_tokens + 1), prompt_tokens + 1)
         for stream in request.streams(default=seed):
             output = Output(prompt_tokens)
@@ -106,7 +107,7 @@ class Limits(NamedTuple):
         return jobs
 
     def refusal(self, prompt: np.ndarray) -> str | None:
-        """Why a prompt can never run: "bad_request" or "row_full", or None if it can run."""
+        """The reason why a prompt can never run, "bad_request" or "row_full", or None if it can run."""
         if not prompt.size or prompt.min() < 0 or prompt.max() >= self.vocabulary:
             return "bad_request"
         return "row_full" if prompt.size > self.spec.max_length else None
@@ -116,7 +117,7 @@ def _max_tokens(state: CacheState, scheduler: Scheduler) -> int:
     """The maximum tokens of a request whose K/V fit if it is alone in the cache."""
     spec = state.spec
     max_fitting = spec.max_length
-    max_tokens: Any = np.int32(spec.max_length + 1)  # of the host, so nothing is compiled
+    max_tokens: Any = np.int32(spec.max_length + 1)  # on the host, so nothing is compiled
     for group, blocks in zip(state.groups, max_blocks(spec, scheduler, max_tokens), strict=True):
         num_blocks = int(group.num_blocks)
         if blocks > num_blocks:
@@ -189,6 +190,7 @@ class Driver[C: AnyCache]:
             min_p=slots.min_p,
             top_logprobs=options.top_logprobs,
             logprobs=options.logprobs,
+            speculates=options.drafter is not None,
         )
         weights = known(cache.state)
         self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
@@ -242,7 +244,7 @@ class Driver[C: AnyCache]:
         return step
 
     def submit(self, jobs: Sequence[Job], cancelled: Sequence[Job] = ()) -> None:
-        """Submits requests to the scheduler, and cancels others, by a single call."""
+        """Submits requests to the scheduler, and cancels others, in a single call."""
         for job in jobs:
             job.slot = self._free.popleft()
             job.generation = self._generations[job.slot]
@@ -285,6 +287,7 @@ class Driver[C: AnyCache]:
             log_size=self._log_size,
             loop=options.loop,
             logits_fn=self.logits_fn,
+            drafter=options.drafter,
             fixed_steps=options.fixed_steps,
             now=state.now(),
         )
@@ -354,6 +357,9 @@ class Driver[C: AnyCache]:
             output.reason = reason
             output.cached_tokens = result.cached[slot] if job.found_tokens is None else job.found_tokens
             output.preemptions = result.preemptions[slot]
+            if result.drafted is not None and result.accepted is not None:
+                output.drafted_tokens = result.drafted[slot]
+                output.accepted_tokens = result.accepted[slot]
             output.finish = finish
 
         if tokens or finish is not None or job.stage != stage:
@@ -367,7 +373,7 @@ class Driver[C: AnyCache]:
         return reason
 
     def _release(self, job: Job, generation: int) -> None:
-        """Takes the slot of a request drained by the loop. The slot's next request gets this generation."""
+        """Frees the slot of a request that the loop has drained. The slot's next request gets this generation."""
         del self.active[job.slot]
         self._free.append(job.slot)
         self._generations[job.slot] = generation
@@ -387,7 +393,7 @@ class Driver[C: AnyCache]:
 
     def compile(self) -> None:
         """Compiles all programs before the first request. Changes nothing."""
-        for steps in (1, self._slots.steps):  # jax compiles again for arrays that a program has returned
+        for steps in (1, self._slots.steps):  # jax compiles again for arrays returned by a program
             self.host_tier.compile()
             if self.stored:
                 self.stored.compile(self.host_tier.call)

@@ -52,13 +52,13 @@ class QueueFull(RuntimeError):
 
 
 class Engine[C: AnyCache]:
-    """Serves requests with a model and a cache, which it alone owns.
+    """Serves requests with a model and a cache. Nothing else may use the cache.
 
     Its programs are compiled when it starts, except programs that move blocks to a host tier or from a store: these are
     compiled when they are first used.
 
     If a step fails, the cache is lost. The requests in the scheduler end with an `EngineError`, the listener gets the
-    event of a reset, and the engine goes on with an empty cache without pins. If a listener raises, no request and no
+    event of a reset, and the engine continues with an empty cache without pins. If a listener raises, no request and no
     cache is lost: see `kvjax.events.Listeners`.
 
     Attributes:
@@ -89,7 +89,7 @@ class Engine[C: AnyCache]:
           max_requests: W, maximum requests that the scheduler knows at a time. None means four for each row.
           max_waiting: maximum requests that wait for the scheduler; `QueueFull` refuses more.
           num_stop_tokens: K, maximum stop tokens of a request.
-          num_ranges: maximum ranges of a request's retention. None means no request has a retention.
+          num_ranges: maximum number of ranges in a request's retention. None means no request has a retention.
           min_p: whether a request may have a `Sampling.min_p`; otherwise programs contain nothing for it.
           logits_state: a tree of numpy arrays, the state of `logits_fn` for a request that is submitted without one.
             None means the `initial_state` of `logits_fn`, if it has one.
@@ -101,7 +101,7 @@ class Engine[C: AnyCache]:
         check_run(model, cache, options)
         self._model = model
         self._weights = known(cache.state)
-        # Committed to its devices like the caches that follow: otherwise jax would compile again for them.
+        # Committed to its devices like all later caches. Otherwise jax would compile again for them.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
         remember(cache.state, self._weights)
         check_placement(model, cache)
@@ -145,7 +145,7 @@ class Engine[C: AnyCache]:
         Args:
           request: a `Request`.
           salt: salt of a tenant, in place of a namespace. `names` lends a number for it as long as a block or a request
-            uses it, so any number of salts may come. A refused request gets no number. None means the request's
+            uses it, so you can use any number of salts. A refused request gets no number. None means the request's
             namespace.
           timeout: seconds after which the request is cancelled. None means no limit.
 
@@ -219,8 +219,8 @@ class Engine[C: AnyCache]:
     def replace_logits_fn(self, logits_fn: Any) -> None:
         """Replaces `logits_fn` from the next loop on, for example by constraints with a new grammar.
 
-        Requests keep their `logits_state`. Call it from any thread, before you submit a request that needs it. Nothing
-        is compiled.
+        Requests keep their `logits_state`. You may call it from any thread, before you submit a request that needs the
+        new function. Nothing is compiled.
 
         Raises:
           ValueError: unless its arrays are like the engine's.

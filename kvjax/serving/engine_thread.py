@@ -44,7 +44,7 @@ MANY = 32  # maximum steps of a turn
 PACE = 0.02  # seconds of a turn while a client waits for tokens
 _FEW_SALTS = 64
 _RETRY = 0.1  # seconds between two attempts to reach a failed listener, while there is nothing to do
-_NAP = 0.001  # seconds between two looks at a store's reads, while there is nothing else to do
+_NAP = 0.001  # seconds between two checks of a store's reads, while there is nothing else to do
 
 _copy = OutermostJit(lambda state: jax.tree.map(jnp.copy, state))
 _emptied = OutermostJit(emptied)
@@ -65,7 +65,7 @@ class EngineJob(Job):
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
         return self.handle.done
 
     def change(self, change: Callable[[Output], Any]) -> None:
@@ -95,7 +95,7 @@ class Inbox:
         return bool(self.queue or self.cancels or self.copies or self.is_closing)
 
     def lend(self, salt: str) -> int:
-        """The number of a salt for a request that comes next. The caller holds `wake`."""
+        """The number of a salt, for the next request. The caller holds `wake`."""
         assert self._names is not None
         if salt not in self.lent:
             self.lent[salt] = self._names.lend(salt)
@@ -121,14 +121,14 @@ class EngineThread(threading.Thread):
         self._inbox = inbox
         self._slots = slots
         self.logits_fn = as_tree(options.logits_fn)  # the latest
-        self.last = None  # the cache, once the thread has ended
+        self.last = None  # the cache, after the thread has ended
 
         # Requests whose prefixes are being read from the store, or that have no slot yet.
         self.reading = list[EngineJob]()
         self.scoring = list[list[EngineJob]]()  # for each request whose prompt is not scored yet, its samples
-        self._scored_now = list[EngineJob]()  # samples whose prompt is being scored: they fail with the call
+        self._scored_now = list[EngineJob]()  # samples whose prompt is being scored, which fail if the call fails
         self._gives_all_logits = False  # whether the model is known to give them
-        self._max_lent = _FEW_SALTS  # with more salts, unused ones are given back
+        self._max_lent = _FEW_SALTS  # with more salts, unused numbers are given back
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
         self._empty = jax.device_get(_emptied(cache.state))
         self._begin(cache)
@@ -195,7 +195,7 @@ class EngineThread(threading.Thread):
         chosen = [] if self._score() else self._choose()
         if chosen or cancelled:
             driver.submit(chosen, cancelled)
-            self.reading = self.reading[len(chosen) :]  # not before: after an error the others are chosen again
+            self.reading = self.reading[len(chosen) :]  # only now: after an error they are chosen again
         if driver.active:
             driver.dispatch(self._choose_steps())
         elif self.reading and not driver.in_flight:
@@ -221,7 +221,7 @@ class EngineThread(threading.Thread):
                 copy.cancel()  # unless it has its result
 
     def _give_back_salts(self) -> None:
-        """Gives back salts without a block or a request. Twice as many may be lent before the next look."""
+        """Gives back salts without a block or a request. The next check comes when twice as many are lent."""
         cached = _cached_namespaces(self.driver.state.cache.state)
         with self._inbox.wake:
             jobs = [*self._inbox.queue, *self.waiting, *self.active.values()]
@@ -240,21 +240,23 @@ class EngineThread(threading.Thread):
     def _choose_steps(self) -> int:
         """Chooses the steps of the next turn. While a row is free it is a single step, so a new request starts soon."""
         running = self._running
+        drafter = self._options.drafter
+        fewest = min(1 if drafter is None else 1 + drafter.num_tokens, self._slots.steps)  # a pass has space for drafts
         if len(running) < self.spec.max_seqs:
-            return 1
+            return fewest
         if not any(job.handle.is_streaming for job in running):
             return self._slots.steps
-        return int(min(max(PACE / self._step_seconds, 1), self._slots.steps))
+        return int(min(max(PACE / self._step_seconds, fewest), self._slots.steps))
 
     def _update_pace(self, output: StepOutput) -> None:
-        """Updates the mean time of a step. A turn of few steps, whose steps take longer, counts for less."""
+        """Updates the mean time of a step. Short turns, whose steps take longer, have less weight."""
         began_at = max(output.dispatched_at, self._read_at)
         self._read_at = time.monotonic()
         excess_seconds = self._read_at - began_at - output.steps * self._step_seconds
         self._step_seconds += excess_seconds / (output.steps + 8) if output.steps else 0.0
 
     def _take_cancels(self) -> list[EngineJob]:
-        """Ends late and cancelled requests. Returns those in the scheduler, at most as many as a call takes."""
+        """Ends late and cancelled requests. Returns the requests in the scheduler, at most as many as a call takes."""
         now = time.monotonic()
         jobs = [*self.active.values(), *self._inbox.queue, *self.waiting]
         late = [job for job in jobs if job.deadline < now]
@@ -318,7 +320,7 @@ class EngineThread(threading.Thread):
 
     @own_transfers()
     def _recover(self, error: Exception) -> None:
-        """Ends the scheduler's requests, and goes on with an empty cache."""
+        """Ends the scheduler's requests, and continues with an empty cache."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._fail([*self.active.values(), *self._scored_now], failure)
@@ -330,7 +332,7 @@ class EngineThread(threading.Thread):
         state.publish(events)
 
     def _empty_cache(self) -> Any:
-        """Makes an empty cache with the shapes of the first one."""
+        """Makes an empty cache with the shapes of the first cache."""
         shapes: Any = self._shapes
         state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, shapes.state)
         pools = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes.pools)
@@ -361,7 +363,7 @@ class EngineThread(threading.Thread):
 
 
 def _cached_namespaces(state: CacheState) -> set[int]:
-    """The namespaces of rows in use and of all blocks with contents. The link of a namespace's root has its number."""
+    """The namespaces of rows in use and of all blocks with contents. Links to a root contain the namespace's number."""
     namespace, length = jax.device_get((state.seqs.namespace, state.seqs.length))
     namespaces = set(namespace[length > 0].tolist())
     for group in state.groups:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation as you call it: `generate`, `stream` and `run_batch`."""
+"""The functions that users call to generate: `generate`, `stream` and `run_batch`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Progress[C: AnyCache]:
     @property
     @own_transfers()
     def state(self) -> CacheState:
-        """A copy of the latest cache's metadata, which no later loop donates, so any thread may read it.
+        """A copy of the latest cache's metadata. No later loop donates it, so any thread may read it.
 
         Ask for it in the stream's thread, before the next `Progress`.
         """
@@ -77,25 +77,24 @@ def generate[C: AnyCache](
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts, as many at a time as rows and blocks allow.
 
-    It is the short form of `run_batch`, for prompts with the same options. A prompt waits for a row and for all blocks
-    that it may need; then nothing interrupts it. When a row ends, the next prompt takes it. Prompts with a common
-    prefix compute it a single time, even if they come together. If a prompt wants more tokens than the whole cache
-    holds, it ends with the fitting tokens, and finish "no_blocks".
+    This is the short form of `run_batch`, for prompts with the same options. A prompt waits for a row and for all
+    blocks that it may need, and then nothing interrupts it. When a row ends, the next prompt takes it. Prompts with a
+    common prefix compute it once, even if they arrive together. If a prompt asks for more tokens than the whole cache
+    holds, it ends with the tokens that fit, and finish "no_blocks".
 
     The first call with a model and with new shapes compiles, which takes some 20 to 30 s on two CPU cores. More or
-    longer prompts compile again at each doubling. The log `kvjax` (`logging`, at level INFO) reports compilations of
-    more than two seconds, and `enable_compilation_cache` keeps compiled programs for other processes.
+    longer prompts compile again at each doubling. The logger `kvjax` reports compilations of more than two seconds at
+    level INFO, and `enable_compilation_cache` keeps compiled programs for other processes.
 
     If the weights change, `reset` the cache, or give each version of the weights a namespace (`Namespaces`). Other
     weights over the same namespace are refused, unless the cache has been changed elsewhere; see `RunOptions.reuse`.
 
     Args:
       model: see `step`. It also gets views in mixed form, on one flat batch; see `Model`.
-      cache: donated, so go on with the returned cache. Rows in use are left alone. With a host tier, prompts find
-        blocks there too, and leaving blocks go there: before each loop the blocks that rows may
-        need as they grow, and between loops the blocks that a prompt needs to be admitted. If a prompt pushes blocks
-        out of a window because it is longer, they are lost. If a move between the tiers fails, a RuntimeWarning reports
-        it, and the lost K/V are computed again.
+      cache: donated, so continue with the returned cache. Rows in use are left alone. With a host tier, prompts also
+        find blocks on the host, and blocks go to the host to make space: before each loop for the growth of rows, and
+        between loops for the admission of a prompt. Blocks that a long prompt pushes out of a window group are lost. If
+        a move between the tiers fails, a RuntimeWarning reports it, and the lost K/V are computed again.
       prompts: token ids.
       max_new_tokens: maximum new tokens of each prompt.
       sampling: options for all prompts, or a list with an entry for each. None means greedy.
@@ -107,8 +106,8 @@ def generate[C: AnyCache](
       prompt_logprobs_from: a position for all prompts, or a list; see `kvjax.serving.Request`.
       chunk: maximum prompt tokens, of any number of rows, that a model call computes together with a token of each
         decoding row.
-      k: maximum steps for which the loop does the bookkeeping at once, 1 to P. None means P. The chosen tokens do not
-        depend on it.
+      k: maximum number of decode steps between two rounds of bookkeeping, 1 to P. None means P. The chosen tokens do
+        not depend on it.
       canonical: whether the bits of log-probabilities, and so the tokens, depend neither on the cache nor on other
         prompts; see `Scheduler`. Reuse then ends at multiples of `chunk`.
       **options: attributes of `RunOptions` other than the scheduler, such as `listener` and `steps`.
@@ -117,9 +116,9 @@ def generate[C: AnyCache](
       A list with an `Output` for each prompt, the cache with everything released and cached, and the decoded events.
 
     Raises:
-      ValueError: before anything is donated: if the cache has no pools for a layer or was donated before, the model
-        does not fit `step`, an option is out of range or has no value for a prompt, `names` did not give out a
-        namespace, or the spec has no retention.
+      ValueError: before anything is donated: if the cache has no pools for a layer or was donated before, `step` would
+        refuse the model, an option is out of range or has no value for a prompt, `names` did not issue a namespace, or
+        a retention is given and the spec has none.
       GenerationInterrupted: after an error or Ctrl-C, with the cache to go on with. The first Ctrl-C waits for the end
         of a jitted loop. A second Ctrl-C does not wait, and may cost the cache.
     """
@@ -160,7 +159,7 @@ def run_batch[C: AnyCache](
 
     Args:
       model: see `generate`.
-      cache: donated, so go on with the returned cache; see `generate`.
+      cache: donated, so continue with the returned cache; see `generate`.
       requests: `kvjax.serving.Request` objects.
       options: None means `RunOptions()`, whose scheduler preempts no request.
       progress: called with the outputs so far after each return. None disables it.
@@ -170,7 +169,7 @@ def run_batch[C: AnyCache](
       and cached; and the decoded events.
 
     Raises:
-      ValueError: before anything is donated, as in `generate`, and for unfit options of the scheduler.
+      ValueError: before anything is donated, as in `generate`, and if the scheduler's options do not fit.
       GenerationInterrupted: after an error or Ctrl-C, with the cache to go on with.
     """
     check_functions(progress=progress)
@@ -202,13 +201,13 @@ def stream[C: AnyCache](
 ) -> Generator[Progress[C], None, None]:
     """Serves all requests like `run_batch`, and yields the progress after at most `options.steps` steps.
 
-    With fewer steps tokens come sooner, and each return to the host costs time.
+    With fewer steps tokens come sooner, but each return to the host costs time.
 
     The cache is donated: use `progress.cache` from then on. If you close a stream early, for example by `break`, it
-    releases its rows. `progress.cache` is then the cache after the release, unless you went on with the cache and
-    donated it. The listener has the events of a loop when its `Progress` comes, and gets the events of this release.
-    Errors and Ctrl-C act as in `generate`; while you read a `Progress`, Ctrl-C is yours. The arguments are as in
-    `run_batch`.
+    releases its rows. `progress.cache` is then the cache after the release, unless you have already donated it to
+    another call. When a `Progress` comes, the listener has the events of its loop. It also gets the events of the
+    release. Errors and Ctrl-C act as in `generate`. While you read a `Progress`, Ctrl-C interrupts your own code. The
+    arguments are as in `run_batch`.
 
     Yields:
       A `Progress`. In the last, every output is finished and every row released.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Handle`: a request in an engine, for the code submitting it."""
+"""`Handle`: gives the code that submitted a request its output."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Times:
 
 
 class EngineError(RuntimeError):
-    """The end of a request by a failure of its engine, which is this error's `__cause__`, or by the engine's end."""
+    """A request ended because its engine failed, with the failure as this error's `__cause__`, or was closed."""
 
 
 class Handle:
     """A request: its output, and an iterator of its tokens for threads and for asyncio.
 
     Attributes:
-      output: the output so far. Another thread may be adding to its lists, one after another.
+      output: the output so far. Another thread may be appending to its lists, list after list.
       times: times of the request.
       samples: handles of all samples of the prompt, including this handle.
     """
@@ -57,7 +57,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
         return self.times.ended is not None
 
     def cancel(self) -> None:
@@ -105,10 +105,10 @@ class Handle:
                 yield token
 
     async def changes(self, *, is_streaming: bool = True, period: float = 0.0) -> AsyncGenerator[Output]:
-        """Yields the output each time it has changed, for asyncio. The last time the request is over.
+        """Yields the output each time it has changed, for asyncio. At the last time the request is over.
 
         Args:
-          is_streaming: whether the engine should make few tokens at a time.
+          is_streaming: whether the engine should make only a few tokens at a time.
           period: minimum seconds between two changes, except for the first tokens and the end.
 
         Raises:
@@ -126,7 +126,7 @@ class Handle:
             self._callbacks.append(notify)
         try:
             while True:
-                is_done = self.done  # before the output is read: later tokens are read the next time
+                is_done = self.done  # read before the output, so later tokens come next time
                 yield self._ended()
                 if is_done:
                     return
@@ -143,7 +143,7 @@ class Handle:
                 self._callbacks.remove(notify)
 
     async def wait(self) -> Output:
-        """Waits until the request is over, for asyncio. Returns its output."""
+        """Waits in asyncio until the request is over. Returns its output."""
         async for _ in self.changes(is_streaming=False):
             pass
         return self._ended()

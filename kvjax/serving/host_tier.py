@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier of a driver: blocks move between the tiers before and after a loop, which moves none itself."""
+"""The host tier of a driver. Blocks move between the tiers before and after a loop, because a loop cannot move them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _swaps = OutermostJit(swaps, static_argnames="scheduler")
 
 
 class HostTier[C: AnyCache]:
-    """Moves blocks between the tiers, for loops of at most `steps` steps. If a move is impossible, a step preempts."""
+    """Moves blocks between the tiers, for loops of at most `steps` steps. If it cannot, a step preempts requests."""
 
     def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):
         self.state = state
@@ -43,12 +43,12 @@ class HostTier[C: AnyCache]:
             compile_moves(state.cache.pools, cast(HostPools, host), group_index)
             self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
         if self.groups:
-            self.onboard(jax.device_get(state.serving.requests), 0, 0)  # no tokens: it is refused
+            self.onboard(jax.device_get(state.serving.requests), 0, 0)  # refused, because it has no tokens
             state.serving = _leave(state.serving, np.int32(0), np.bool_(False))
         if self.scheduler.preempt == "swap":
             rows = jax.device_get(_swaps(state.serving, scheduler=self.scheduler))
             for verb in (TieredCache.swap_out, TieredCache.swap_in):
-                self.call(verb, rows.out)  # no row: it is refused
+                self.call(verb, rows.out)  # refused, because there is no row
 
     def _max_taken(self, group_index: int) -> int:
         """The maximum blocks of a group taken by a loop."""
@@ -58,7 +58,7 @@ class HostTier[C: AnyCache]:
         return min(self.spec.max_seqs * columns, self.spec.groups[group_index].num_blocks)
 
     def empty_blocks(self) -> None:
-        """Offloads blocks until as many are empty as the next loop may take, as far as the host has space."""
+        """Offloads blocks until enough are empty for the next loop, as far as the host has space."""
         if not self.groups:
             return
         requests = self.state.serving.requests
@@ -92,7 +92,7 @@ class HostTier[C: AnyCache]:
                 num_empty = int(self.state.cache.state.groups[group_index].num_empty)
 
     def empty_refused(self) -> None:
-        """Empties blocks refused to the loop because their children are on the host."""
+        """Empties blocks that the loop could not take, because they have children on the host."""
         before = [int(group.num_empty) for group in self.state.cache.state.groups]
         self.empty_blocks()
         groups = self.state.cache.state.groups
@@ -100,13 +100,13 @@ class HostTier[C: AnyCache]:
             self._set_refused(0)
 
     def _set_refused(self, value: int) -> None:
-        """Sets `refused`, in an array committed to its device if the old array is: jax would compile the loop again."""
+        """Sets `refused`. The array is committed like the old array. Otherwise jax would compile the loop again."""
         old = self.state.serving.refused
         new = jax.device_put(np.int32(value), old.sharding if old.committed else None)
         self.state.serving = self.state.serving.replace(refused=new)
 
     def onboard(self, requests: Any, slot: int, row: int) -> None:
-        """Admits a request, given in numpy arrays, with its blocks on the host, or without them if necessary."""
+        """Admits a request, given as numpy arrays, and brings back its blocks on the host if possible."""
         num_tokens = int(requests.num_tokens[slot])
         tokens = np.zeros((1, self.state.serving.width), np.int32)
         tokens[0, :num_tokens] = requests.text[requests.start[slot] :][:num_tokens]
@@ -152,8 +152,8 @@ class HostTier[C: AnyCache]:
             failed = str(failure)
         state.replace(cache)
         state.publish(events, *removed)
-        if failed is not None:  # last, because a filter may turn a warning into an error
+        if failed is not None:  # comes last, because a filter may turn the warning into an error
             warnings.warn(f"lost K/V are computed again: {failed}", RuntimeWarning, stacklevel=2)
-        for row in lost:  # their requests wait again, and find less in the cache the next time
+        for row in lost:  # their requests wait again, and will find less in the cache
             state.serving = _leave(state.serving, np.int32(row), np.bool_(False))
         return events, lost, failed is not None

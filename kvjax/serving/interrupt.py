@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interruption of a generation: Ctrl-C, deferred until it is harmless, and the error with the cache."""
+"""Interrupts a generation: defers Ctrl-C until it does no harm, and raises an error with the cache."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class GenerationInterrupted(RuntimeError):
     """A generation ended by an error or Ctrl-C, which is this error's `__cause__`.
 
     Attributes:
-      cache: the cache to go on with, of the same kind as the cache you passed. The generation's rows are released, and
-        everything committed is cached. None if a call died with the cache on the device.
+      cache: the cache to continue with, of the same kind as the cache you passed. The generation's rows are released,
+        and everything committed is cached. None if the cache was lost in a failed call.
       outputs: outputs so far, in the order of the prompts; `finish` is None for unfinished outputs.
       events: decoded events, including the releases: since the last `Progress` of `stream`, or all events of
         `generate`.
@@ -51,7 +51,7 @@ class CtrlC:
     """Defers Ctrl-C inside `with` until `act` is called or the block ends. A second Ctrl-C acts at once."""
 
     def __init__(self) -> None:
-        self._handler: Callable[..., Any] | None = None  # the caller's, while ours is installed
+        self._handler: Callable[..., Any] | None = None  # the caller's handler, while ours is installed
         self._pending: Callable[[], Any] | None = None
         self._is_deferred = False
 
@@ -71,7 +71,7 @@ class CtrlC:
             self.act()
 
     def act(self) -> None:
-        """Calls the caller's handler for a deferred Ctrl-C."""
+        """Calls the caller's handler if a Ctrl-C was deferred."""
         pending = self._pending
         self._pending = None
         if pending is not None:
@@ -88,7 +88,7 @@ class CtrlC:
 
 
 class GenerationState[C: AnyCache]:
-    """The data for an interruption to save: the cache, which jitted calls take by donation, and the events.
+    """The data that an interruption must save: the cache, which jitted calls take by donation, and the events.
 
     Between two jitted calls `serving` and `host` are the results of the last call. At any other time Ctrl-C waits
     (`ctrl_c`), so it never comes between a call taking the cache and the assignment of the returned cache.
@@ -118,17 +118,17 @@ class GenerationState[C: AnyCache]:
         return cast(C, joined(self.cache, self.host))
 
     def replace(self, cache: Any) -> None:
-        """Goes on with another cache of the same kind."""
+        """Continues with another cache of the same kind."""
         self.serving = self.serving.replace(cache=cache.cache)
         self.host = cache.host
 
     @property
     def alive(self) -> bool:
-        """Whether the cache exists: no call has died with it."""
+        """Whether the cache still exists, because no failed call has lost it."""
         return alive((self.cache, self.host))
 
     def now(self) -> np.int32:
-        """The time for the next jitted call, after acting on Ctrl-C."""
+        """The time for the next jitted call. Acts on a deferred Ctrl-C first."""
         self.ctrl_c.act()
         if (clock := self._options.clock) is not None:
             self._time = np.int32(agreed_time(self.cache.state, read_clock(clock)))
@@ -172,14 +172,14 @@ class GenerationState[C: AnyCache]:
         if rows.size:
             seqs = np.full(self._own_rows.shape, -1, np.int32)
             seqs[rows] = rows
-            # Nothing is donated, so nothing can be lost. The clock may have failed: this is its last reading.
+            # Nothing is donated, so nothing can be lost. The clock may have failed, so this uses its last reading.
             state, events = _release(self.cache.state, seqs, now=self._time)
             self.serving = self.serving.replace(cache=Cache(state, self.cache.pools))
             self.unpublished.append(events)
 
     @own_transfers()
     def interrupted(self, cause: BaseException, outputs: list[Output]) -> GenerationInterrupted:
-        """Makes the error, with the cache as `cause` leaves it."""
+        """Makes the error, with the cache in the state that `cause` has left."""
         cache = None
         outcome = "the call that had taken the cache did not return: there is no cache"
         if self.alive:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's options, and the order in which requests are admitted and get chunks. The last is preempted."""
+"""The scheduler's options, and the order in which requests are admitted and get chunks, and are preempted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 Order = Callable[[Requests, CacheState], jax.Array]
-SortKeys = tuple[jax.Array, ...]  # of one shape; the first decides
+SortKeys = tuple[jax.Array, ...]  # all of the same shape; the first key is the most significant
 
 
 def by_priority(requests: Requests, state: CacheState) -> jax.Array:
@@ -34,8 +34,8 @@ class Scheduler:
     Attributes:
       reserve: condition for admitting a request. "max_tokens": blocks suffice for the maximum length of this request
         and the running requests, so nothing is ever preempted. "num_tokens": blocks suffice for its present tokens,
-        with `watermark` blocks to spare; running requests are preempted if blocks run out. "batch": as "max_tokens",
-        while no row runs.
+        with `watermark` blocks to spare; running requests are preempted if blocks run out. "batch": like "max_tokens",
+        but only while no row runs.
       chunk: maximum tokens of a row in a mixed step.
       chunk_rows: R, maximum rows with chunks in a mixed step.
       budget: positions of a mixed step: a position for each of the S rows, the rest for chunks. None means S + `chunk`.
@@ -45,21 +45,21 @@ class Scheduler:
       k_waiting: the same limit while a request waits.
       watermark: blocks kept available when "num_tokens" admits, unless no row runs.
       max_deferrals: number of later requests admitted before a request is late. Late requests are first in
-        the order, and no later request is admitted before them. A row is late after as many mixed steps without a
+        the order, and no later request is admitted before them. A row is late after this many mixed steps without a
         chunk.
       preempt: "recompute" lets a preempted request wait. When it comes back, it computes the tokens it does not
         find in the cache. "swap" applies to `run_batch` with a host tier: the request keeps its row, and its blocks
         wait on the host, if it has computed at least `min_swap` blocks and the host has space; otherwise it is as
         "recompute".
-      min_swap: minimum blocks to swap; set it to the number of blocks costing more to compute than to move.
+      min_swap: minimum number of blocks to swap. Set it to the number from which computing costs more than moving.
       max_skips: maximum requests passed over by a step because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
-      min_onboard: minimum blocks of a request on the host to bring back. A loop ends for it.
-      coalesce: number of rows with pending chunks, or of blocks of steps, after which a step is mixed.
-      canonical: whether the bits of tokens and log-probabilities depend neither on the cache nor on other requests, if
-        nothing was computed in another way over this cache. Each chunk is then of a single row, begins at a multiple of
-        `chunk` and is computed apart from decode steps. Reuse ends at these multiples, and generated tokens are not
-        found in the cache. Needs `reserve` "max_tokens" or "batch", and a `chunk` of whole blocks.
+      min_onboard: minimum number of a request's host blocks to bring back. To do so, the loop ends.
+      coalesce: a step is mixed if this many rows have pending chunks, or after this many blocks of steps.
+      canonical: whether the bits of tokens and log-probabilities depend neither on the cache nor on other requests,
+        provided that only canonical runs have used this cache. Each chunk then belongs to a single row, begins at a
+        multiple of `chunk` and is computed separately from decode steps. Reuse ends at these multiples, and generated
+        tokens are not found in the cache. Needs `reserve` "max_tokens" or "batch", and a `chunk` of whole blocks.
       order: (requests, state) -> [W]; requests with the smallest value come first, then the earliest. They are admitted
         and get chunks in this order, and the last request is preempted.
 
@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def alignment_tokens(self) -> int | None:
-        """The tokens at whose multiples the reused part of a prompt may end. None means anywhere."""
+        """The reused part of a prompt ends at multiples of this number of tokens. None means anywhere."""
         return self.chunk if self.canonical else None
 
     def chunk_width(self, spec: CacheSpec) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties on tokens chosen before, and biases on any tokens: a `logits_fn` with a state."""
+"""Penalties on earlier tokens, and biases on any tokens, as a `logits_fn` with a state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax._arrays import Pytree, add, put
 from kvjax.checks import host_integers, static_int
 from pallas_kernels.loops import varying
 
-# Within these limits no factor makes finite logits infinite.
+# Within these limits, finite logits stay finite.
 MIN_REPETITION = 0.01
 MAX_REPETITION = 100
 
@@ -60,7 +60,8 @@ class Penalties(Pytree):
         """The penalties of a request, with at most `max_biases` B biases.
 
         The requests of a batch, or of an engine, need states of the same shapes. So give all of them the same
-        `max_tokens` and `max_biases`, and a `repetition` if any of them has it; 1 changes nothing.
+        `max_tokens` and `max_biases`, and a `repetition` if any request has a repetition penalty. A value of 1 changes
+        nothing.
 
         Args:
           max_tokens: N; maximum tokens chosen by the request, together with its prompt if it has a `repetition`.
@@ -101,7 +102,7 @@ class Penalties(Pytree):
 def penalize(
     logits: jax.Array, last: jax.Array, positions: jax.Array, penalties: Penalties
 ) -> tuple[jax.Array, Penalties]:
-    """Penalizes logits f32[S, V], and notes the chosen tokens. A `logits_fn`.
+    """Penalizes logits f32[S, V], and records the chosen tokens. It is a `logits_fn`.
 
     If no row has penalties or biases, the logits stay as they are, and no array of their size is made.
 

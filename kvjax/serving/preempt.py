@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaving rows: `retire`, the first part of a step, and the choice of rows to preempt and to swap.
+"""The step in which requests leave their rows (`retire`), and the choice of rows to preempt and to swap.
 
 A preempted request waits again. With `Scheduler(preempt="swap")` its blocks wait on the host. A loop moves no blocks
-between the tiers, so it ends if a row has to be swapped out or in. The host moves the blocks and enters the loop again.
+between the tiers, so it ends if a row has to be swapped out or in. The host moves the blocks and starts the loop again.
 No request is admitted while a row is swapped out.
 
 Source: vLLM v0, whose swapped requests come before waiting requests.
@@ -31,7 +31,7 @@ class Retired(Pytree):
 
 
 def retire(serving: Serving, log: Log, scheduler: Scheduler, now: jax.Array) -> tuple[Serving, Log, Retired]:
-    """Releases the rows of finished requests. Then preempts while the next token of a row does not fit."""
+    """Releases the rows of finished requests, then preempts requests until the next tokens of all rows fit."""
     row_ids = np.arange(serving.row.shape[0], dtype=np.int32)
 
     def must_leave(serving: Serving) -> jax.Array:
@@ -107,7 +107,7 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
 
 
 class Swaps(Pytree):
-    """Moves for the host to make before the loop goes on, or -1."""
+    """The rows that the host has to move before the loop continues, or -1."""
 
     out: jax.Array  # i32[]; row to swap out
     back: jax.Array  # i32[]; row to swap in
@@ -126,10 +126,10 @@ def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
 
 
 def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """i32[]; the row to preempt, if its tokens cost more to compute than to move, or -1."""
+    """i32[]; the row to preempt, if computing its tokens again costs more than moving its blocks, or -1."""
     state = serving.cache.state
     swapped_out = serving.cache.state.seqs.swapped_out
-    finished = serving.finished  # these leave their rows before any row is preempted
+    finished = serving.finished  # finished requests leave their rows before any row is preempted
     freed = [
         count(finished[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
         for group in state.groups
@@ -146,7 +146,7 @@ def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
     state = serving.cache.state
     swapped_out = serving.running & state.seqs.swapped_out
     row = first(sort_keys_by_row(serving, scheduler), swapped_out)
-    samples = serving.running & (serving.by_row.parent >= 0)  # these wait for their parent
+    samples = serving.running & (serving.by_row.parent >= 0)  # they wait for their parent
     awake = (serving.row >= 0) & ~state.seqs.swapped_out
     seqs = state.seqs.replace(swapped=put(state.seqs.swapped_out, row, False, row >= 0))
     after = serving.replace(cache=serving.cache.replace(state=state.replace(seqs=seqs)))  # as if it were back

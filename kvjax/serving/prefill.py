@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixed step: the next token of every decoding row and chunks of prompts, computed as one flat batch.
+"""A mixed step: the next token of every decoding row and chunks of prompts, computed as a flat batch.
 
 `commit_step`, at the end of each step, makes full blocks findable.
 """
@@ -75,7 +75,7 @@ def mixed_step(
         choice, state = Sampler.of(serving, logits_fn)(logits, last_rows, positions)
         serving = serving.with_logits_state(last_rows.with_state(decode | ready, state).state)
         chosen = SampledTokens.of(choice).only((decode | ready)[:, None])
-        # The fence avoids a copy of the requests' text, which is written after the loop.
+        # The requests' text is written after the loop, and the fence avoids a copy of it.
         requests, chosen = fence(serving.requests, chosen)
         return serving.replace(requests=requests), log, chunks, no_tokens.put(chosen, jnp.int32(0))
 
@@ -193,7 +193,7 @@ def commit_step(
         return publish_spans(store(state, decoded), spans, pass_width(rows, k, block_size), now)
 
     def publish_chunks(state, decoded, of_rows, start, end, now):
-        """Publishes no decoded tokens: another program computed them than would compute a prompt's chunk."""
+        """Does not publish decoded tokens, because the program that computed them is not the program for chunks."""
         spans = [Span(of_rows, start, end, width)]
         state, stored, updated = publish_spans(state, spans, pass_width(of_rows.size, width, block_size), now)
         return slide(store(state, decoded), decoded.span, now), stored, updated
@@ -218,7 +218,7 @@ def _committed(state: CacheState, stored: list[Records], updated: list[Records])
 
 
 def _prompts_of_samples(serving: Serving, ready: jax.Array) -> jax.Array:
-    """i32[S]; for each row waiting for the prompt of a row where bool[S], the prompt's row, or -1."""
+    """i32[S]; for each row that waits for a prompt whose row is `ready` bool[S], this row, or -1."""
     parent = jnp.where(serving.running, serving.by_row.parent, -1)
     is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & ready[None]
     return jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)

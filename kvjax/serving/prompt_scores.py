@@ -5,8 +5,8 @@
            computed in chunks, whose logits become log-probabilities on the device; the row is released
     next   the request's next call finds these tokens in the cache, so no row is held between two calls
 
-A cached block has no logits, so the tokens to score are always computed. A call holds blocks only while it runs: blocks
-reserved by the scheduler for running requests are available again before its next loop.
+The cache has no logits, so the tokens to score are always computed. A call holds blocks only while it runs, so the
+blocks that the scheduler has reserved for running requests are available again before its next loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvjax.serving.turns import Job
 from kvjax.spec import CacheSpec
 
 MAX_CHUNK = 128  # tokens whose logits are in memory at a time
-CHUNKS = 8  # maximum chunks of a call, for which running requests wait
+CHUNKS = 8  # maximum chunks of a call, while running requests wait
 
 
 class Notes(NamedTuple):
@@ -97,7 +97,7 @@ def _score_prompt(
     width = prompt.shape[0] - chunk
     is_free = (slots < 0) & (cache.state.seqs.length == 0)
     row = jnp.where(jnp.any(is_free), jnp.argmax(is_free), -1).astype(jnp.int32)
-    # The last of a prompt's `first` tokens is never taken from the cache: its logits score the next token.
+    # The last of a prompt's `first` tokens is never taken from the cache, because its logits score the next token.
     cache, admitted = cache.admit(
         row[None], prompt[None, :width], first[None], namespace=namespace[None], reserve_tokens=chunk, now=now
     )
@@ -153,7 +153,7 @@ class Step(enum.Enum):
 class PromptScores:
     """Scores the prompts of a driver's requests.
 
-    Source: `prompt_logprobs` of vLLM, which also computes the prompt anew if it is cached.
+    Source: `prompt_logprobs` of vLLM, which also computes cached prompts again.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class PromptScores:
     def step(self, model: Model, jobs: Sequence[Job]) -> Step:
         """Scores the next tokens of the prompt of jobs, which are the unfinished samples of a request."""
         leader = jobs[0]
-        if leader.next_score == 0:  # nothing comes before the first token
+        if leader.next_score == 0:  # no token comes before the first token
             _add(jobs, [None], [None], [None])
         if leader.num_unscored == 0:
             return Step.DONE

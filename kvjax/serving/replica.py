@@ -49,7 +49,7 @@ class Replica:
         return outputs
 
     def recover(self) -> bool:
-        """Goes on with the cache that a failure left, or with an empty cache. Returns whether the cache was lost."""
+        """Continues with the cache that a failure left, or with an empty cache. Returns whether the cache was lost."""
         is_lost = self.cache is None
         if is_lost:
             self.cache = self._empty()

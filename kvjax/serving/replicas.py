@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Replicas`: a model and a cache on each of several devices, or meshes of devices; prompts are divided among them.
+"""`Replicas` divides prompts among several devices or meshes, each with a copy of the model and its own cache.
 
     prompts ──> a rule (`routing.py`), by what each cache has ──> a thread for each replica (`replica.py`)
                         ^                                                     │
@@ -51,7 +51,7 @@ class Replicas:
 
     Attributes:
       spec: spec of each cache.
-      caches: a tuple with the replicas' caches; read them while nothing runs.
+      caches: a tuple with the replicas' caches; read them only while nothing runs.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Replicas:
         return tuple(replica.cache for replica in self._replicas)
 
     def route(self, requests: Sequence[Request]) -> list[Route]:
-        """Predicts the replica of each request, if you gave all of them to `run_batch` now."""
+        """Predicts the replica for each request, if you passed all of them to `run_batch` now."""
         return self._route(requests, range(len(self._replicas)))
 
     def _route(self, requests: Sequence[Request], replicas: Sequence[int]) -> list[Route]:
@@ -125,8 +125,7 @@ class Replicas:
     def run_batch(self, requests: Sequence[Request], options: RunOptions | None = None) -> list[Output]:
         """Runs `kvjax.run_batch` on each replica for its requests. Returns the outputs in the requests' order.
 
-        Each output has its `replica`. If a replica fails, its requests go to the others, a single time, with a
-        RuntimeWarning.
+        Each output has its `replica`. If a replica fails, its requests go to the others once, with a RuntimeWarning.
 
         Args:
           requests: `Request` objects.
@@ -167,7 +166,7 @@ class Replicas:
 
 
 class _Stop(BaseException):
-    """Ends a replica's run because its caller is interrupted. An `Exception` of a listener would not end it."""
+    """Ends a replica's run because its caller is interrupted. An `Exception` raised by a listener would not end it."""
 
 
 class _Run:
@@ -228,7 +227,7 @@ class _Run:
                 failed[replica] = error
                 outputs = error.outputs
             else:
-                outputs = future.result()  # raises the error of an argument: nothing was donated
+                outputs = future.result()  # raises an argument's error, before anything was donated
             for output in outputs:
                 output.replica = replica
             remaining = iter(outputs)

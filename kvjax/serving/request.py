@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Request`: a prompt and the options of its answers. `RunOptions`: options for all requests of a run."""
+"""`Request` is a prompt with the options for its answers. `RunOptions` has the options for all requests of a run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from kvjax.serving.constraints import initial_state
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds, seed_key
+from kvjax.serving.speculation import Drafter
 from kvjax.spec import CacheSpec
 from kvjax.stores.disk import DiskStore
 from kvjax.verbs._request import check_retention
@@ -34,7 +35,7 @@ INSIDE = "inside one use kvjax.serving.serve or kvjax.serving.decode"  # a progr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt, and the options of its answers. It is checked when you make it, so a bad request reaches no cache.
+    """A prompt, and the options for its answers. It is checked when you make it, so no bad request reaches a cache.
 
     Attributes:
       prompt: token ids; becomes i32[n].
@@ -46,15 +47,15 @@ class Request:
       stop_tokens: tokens ending an answer; becomes i32[K].
       namespace: a number from `Namespaces`. Requests of different namespaces share no prefix.
       priority: higher first.
-      samples: number of answers. They run at the same time and share the computation of the prompt. If blocks for all
-        of them are missing, they end with "no_blocks".
+      samples: number of answers. They run at the same time and share the computation of the prompt. If the cache cannot
+        hold all of them, they end with "no_blocks".
       retention: retention of the prompt's blocks, if the spec has retention. None disables it.
       logits_state: a tree of numpy arrays, the state that `logits_fn` gets with the first logits. None means the
-        engine's state, or the `initial_state` of `logits_fn`, such as a constraint's. If `run_batch` has neither, then
-        all requests have a state, or none has.
-      prompt_logprobs_from: position of the first prompt token whose log-probability you want, together with all that
-        follow; 0 to the prompt's length. These tokens are computed even if they are cached, between the loops of other
-        requests, and before the request itself runs. None disables them.
+        engine's state, or the `initial_state` of `logits_fn`, such as a constraint's. In `run_batch` without either,
+        all requests must have a state, or none.
+      prompt_logprobs_from: position of the first prompt token whose log-probability you want; you get the
+        log-probabilities of all tokens from there on; 0 to the prompt's length. These tokens are computed even if they
+        are cached, between the loops of other requests, and before the request itself runs. None disables them.
 
     Raises:
       ValueError: naming the attribute.
@@ -202,32 +203,34 @@ class RunOptions:
       scheduler: options of the scheduler, which are static.
       steps: maximum steps of the model in a jitted loop. Between loops the clock is read, and Ctrl-C acts. None means
         1024 in `run_batch`, 32 in `generate` and 8 in `stream`; an engine chooses.
-      fixed_steps: whether every block runs k steps of the model, even if fewer are needed. Use it for a GPU without
-        command buffers, which waits for the host at each turn of a loop of unknown length; see `compiler_options`.
+      fixed_steps: whether every block runs k steps of the model, even if fewer are needed. Use it on a GPU without
+        command buffers, where a loop of unknown length waits for the host at each turn; see `compiler_options`.
       loop: whether the scheduler's steps run as a loop on the device. With False, Python calls each step and reads its
         result, for a GPU that does not run the loop; see `compiler_options`.
       logits_fn: (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits. With a `logits_state` it gets the
-        state as a fourth argument, and returns (logits, state). A pytree, such as `constrain` makes, has arrays that
-        may change without a new program; any other function is static.
-      top_logprobs: static; number of likeliest tokens whose log-probabilities are noted at each step.
+        state as a fourth argument, and returns (logits, state). If it is a pytree, such as the result of `constrain`,
+        its arrays may change without a new program. Any other function is static.
+      top_logprobs: static; number of likeliest tokens whose log-probabilities are recorded at each step.
       logprobs: static; "raw" for log-probabilities of the logits as the model returned them; "sampling" for the
         distribution that a token was drawn from, after temperature, top-k, top-p, min-p and `min_tokens`, with 0 for
         greedy choices.
       clock: () -> ms since any origin, as an int, such as `lambda: time.monotonic_ns() // 1_000_000`. It is read at the
-        start and before each jitted loop. With None the time is always 0, and no time to live ends.
-      names: the `Namespaces` that gave out the requests' namespaces. Other numbers are refused. None accepts any
+        start and before each jitted loop. None means the time is always 0, and no time to live ends.
+      names: the `Namespaces` that issued the requests' namespaces. Other numbers are refused. None accepts any
         number.
       store: a `kvjax.stores.DiskStore`, for whole blocks of prompts that the cache lacks. Blocks that arrive in time
-        are adopted, and the rest is computed. Computed blocks are written to the store. A run waits for the store at
-        most its `read_timeout_ms`, a single time. None disables it.
+        are adopted, and the rest is computed. Computed blocks are written to the store. A run waits for the store only
+        once, at most for `read_timeout_ms`. None disables the store.
       log_events: whether to decode the events; an engine decodes none.
-      listener: called with every `Events` and `EventLog` of the run, each a single time and in order, whatever
-        `log_events` is; for example `Publisher.publish` of `kvjax.interop.vllm`. It is called on the thread of the run,
-        and gets the events of a loop while the next loop runs. It must copy the events that it keeps, because they may
-        be donated next. Ctrl-C waits for it. If it raises an `Exception`, this is logged and costs nothing: later, and
-        at the run's end, it gets a snapshot in place of all missed events, see `kvjax.events.Listeners`. Another
-        exception ends the run like Ctrl-C. It must not read the cache, which the running loop has: to see the metadata
-        together with the events, use `progress.state` of a `stream`. None disables it.
+      listener: called with every `Events` and `EventLog` of the run, each once and in order, whatever `log_events` is.
+        An example is `Publisher.publish` of `kvjax.interop.vllm`. It is called on the thread of the run, and gets the
+        events of a loop while the next loop runs. It must copy events that it wants to keep, because they may be
+        donated next. Ctrl-C waits for it. If it raises an `Exception`, the run logs this and continues. Later, or at
+        the end of the run, the listener gets a snapshot in place of all missed events, see `kvjax.events.Listeners`.
+        Any other exception ends the run like Ctrl-C. The listener must not read the cache, which the running loop has
+        taken. To see the metadata together with the events, use `progress.state` of a `stream`. None means no listener.
+      drafter: guesses the next tokens of rows, such as `kvjax.serving.ngram` makes. Tokens stay the same, and a pass of
+        the model may bring several. `steps` then count tokens of the fastest row. None disables it.
       reuse: "same weights" refuses a model whose arrays are other objects than the arrays that computed what a
         namespace of this cache holds, as far as the host knows: caches come from an earlier run, and nothing has
         changed them since. "any" reuses K/V whatever computed them.
@@ -248,6 +251,7 @@ class RunOptions:
     store: DiskStore | None = None
     log_events: bool = True
     listener: Listener | None = None
+    drafter: Drafter | None = None
     reuse: Literal["same weights", "any"] = "same weights"
 
     def __post_init__(self):
@@ -264,6 +268,8 @@ class RunOptions:
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
         if not isinstance(self.store, DiskStore | None):
             raise ValueError(f"store: got {self.store!r:.80}, wanted a kvjax.stores.DiskStore or None")
+        if not isinstance(self.drafter, Drafter | None):
+            raise ValueError(f"drafter: got {reprlib.repr(self.drafter)}, wanted a kvjax.serving.Drafter or None")
         if not isinstance(self.names, Namespaces | None):
             raise ValueError(f"names: got {reprlib.repr(self.names)}, wanted a kvjax.Namespaces or None")
 
@@ -273,7 +279,7 @@ class RunOptions:
         return Listeners() if self.listener is None else Listeners.of(self.listener)
 
     def check(self, spec: CacheSpec) -> None:
-        """Raises a ValueError for an option unfit for a spec, and for a broken clock."""
+        """Raises a ValueError if an option does not fit the spec, or the clock is broken."""
         self.scheduler.check(spec)
         if self.clock is not None:
             read_clock(self.clock)
@@ -295,7 +301,7 @@ class RunOptions:
         if request.logits_state is not None and self.logits_fn is None:
             raise ValueError("logits_state: got one, wanted None without a logits_fn")
         if request.prompt_logprobs_from is not None and self.scheduler.canonical:
-            got = request.prompt_logprobs_from  # another program than a prompt's chunks would compute cached blocks
+            got = request.prompt_logprobs_from  # cached blocks would come from another program
             raise ValueError(f"prompt_logprobs_from: got {got} with canonical=True, wanted None")
         if self.store is not None:
             self.store.root(request.namespace)
@@ -309,7 +315,7 @@ def check_state(state: Any, expected: Any, wanted: str) -> None:
 
 
 def read_clock(clock: Callable[[], int]) -> int:
-    """A clock's reading as i32. Only differences of readings count, so they may have any size."""
+    """A clock's reading as i32. Only differences of readings matter, so readings may have any size."""
     reading = clock()
     if not is_integer(reading):
         raise ValueError(f"clock: got {reading!r:.80}, wanted an int of milliseconds")

@@ -7,9 +7,9 @@
     2     WAITING  p p p p  .  .                         -
     3     EMPTY    .  .  .  .  .  .                      -
 
-A request has no phase. Its row has `num_tokens - committed` pending tokens: a single token is decode, more are prefill.
-When `committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. A returning preempted
-request is the same case, perhaps with its computed tokens still in the cache.
+A request has no phase. Its row has `num_tokens - committed` pending tokens: a single pending token means decode, and
+more mean prefill. When `committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. The same rule
+covers a preempted request that returns, perhaps with its computed tokens still in the cache.
 
 Source: vLLM v1's scheduler, which knows no phases either.
 """
@@ -30,6 +30,7 @@ from kvjax.checks import static_int
 from kvjax.events.records import Named
 from kvjax.policies.retention import Retention
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.speculation_stats import DraftStats
 
 
 class Stage(Named):
@@ -65,9 +66,9 @@ def finish_of(finish: int) -> str | None:
 
 
 class Requests(Pytree):
-    """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next request.
+    """W slots for requests. A slot and its generation identify a request, so a late cancel never hits the next request.
 
-    `requests[slots]` has the fields of some requests, each gathered where you read it.
+    `requests[slots]` has the fields of some requests. Each field is gathered when you read it.
 
     Attributes:
       text: i32[F]; tokens of all requests. Each request has its prompt from `start` on, then its generated tokens.
@@ -81,7 +82,7 @@ class Requests(Pytree):
       stage: i32[W]; a `Stage`.
       prompt: i32[W]; number of prompt tokens.
       num_tokens: i32[W]; number of tokens so far, including the prompt.
-      max_tokens: i32[W]; number of tokens at which it ends. The last token is chosen, and never written into the cache.
+      max_tokens: i32[W]; number of tokens at which it ends. The last token is chosen, but never written into the cache.
       priority: i32[W]; higher first.
       arrival: i32[W]; position in the order of submission.
       passed: i32[W]; number of later requests admitted while this request waited.
@@ -94,6 +95,7 @@ class Requests(Pytree):
       onboard: bool[W]; whether blocks on the host are brought back before the request is admitted.
       finish: i32[W]; a `Finish`.
       cached: i32[W]; number of tokens found in the cache when the request was first admitted.
+      draft_stats: leaves [W]; counts of each request's drafts. None without a drafter.
       submitted, admitted, first_token, ended: i32[W]; number of model steps before the event; -1 if it has not
         happened.
     """
@@ -127,6 +129,7 @@ class Requests(Pytree):
     first_token: jax.Array
     ended: jax.Array
     logits_state: Any = None
+    draft_stats: DraftStats | None = None
 
     @property
     def size(self) -> int:
@@ -148,11 +151,11 @@ class Requests(Pytree):
         return (self.parent == slot) & (self.stage == Stage.WAITING)
 
     def __getitem__(self, slots: jax.Array) -> Requests:
-        """The fields [W, ...] of the requests in slots i32[...]; an index out of range reads any request."""
+        """The fields [W, ...] of the requests in slots i32[...]. An index out of range reads an arbitrary request."""
         return cast(Any, _Gathered(self, slots))
 
     def tokens(self, slots: jax.Array, first: jax.Array, width: int) -> jax.Array:
-        """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; any tokens beyond their end."""
+        """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; arbitrary beyond their end."""
         return pick(self.text, runs(self[slots].start + first, width))
 
     def at(self, slots: jax.Array, where: jax.Array, **values: Any) -> Requests:
@@ -190,7 +193,8 @@ class Serving(Pytree, static=("width", "logprobs")):
       dirty: bool[]; whether something has changed since no more requests could be admitted.
       skipped_steps: i32[S]; mixed steps since each row's last chunk, in which it had tokens for a chunk.
       out_of_blocks: bool[S]; rows without a block for their chunk in the last mixed step.
-      refused: i32[]; steps for which counted blocks were refused in the last step, 1 for a chunk; or 0.
+      refused: i32[]; number of steps whose blocks were refused in the last step in spite of the count, 1 for a chunk;
+        or 0.
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for more chunks.
       onboard_slot: i32[]; slot of the request whose blocks on the host are brought back between loops; or -1.
       kept_rows: i32[W]; rows kept by finished requests, or -1. None releases all rows.
@@ -216,7 +220,7 @@ class Serving(Pytree, static=("width", "logprobs")):
 
     @property
     def by_row(self) -> Requests:
-        """The requests of the rows, fields [S, ...]; any request for a row without a request."""
+        """The requests of the rows, fields [S, ...]; an arbitrary request for a row without a request."""
         return self.requests[self.row]
 
     def with_logits_state(self, state: Any) -> Serving:
@@ -279,6 +283,7 @@ def init_serving(
     top_logprobs: int = 0,
     logprobs: str = "raw",
     logits_state: Any = None,
+    speculates: bool = False,
 ) -> Serving:
     """Makes empty slots for requests, W = len(max_tokens), over a cache.
 
@@ -290,40 +295,74 @@ def init_serving(
         cost of an admission follows it. None means the size of the largest slot.
       num_stop_tokens: K.
       num_ranges: maximum ranges of a request's retention. None means no request has a retention.
-      greedy: whether all requests are greedy; then nothing else is compiled.
+      greedy: whether all requests are greedy, so only this case is compiled.
       min_p: whether a request may have a `Sampling.min_p`; otherwise programs contain nothing for it.
       top_logprobs: T; see `RunOptions`.
       logprobs: static; see `RunOptions`.
       logits_state: a tree of arrays [W, ...]; initial state of `logits_fn` for each request.
+      speculates: whether the steps have a `drafter`; then the requests have counts of their drafts.
     """
     block_size = cache.state.spec.block_size
     rows = cache.state.spec.max_seqs
-    num_slots = len(max_tokens)
     slot_tokens = [static_int("max_tokens", limit, 0) for limit in max_tokens]
     capacities: Any = np.array([-(-limit // block_size) * block_size for limit in slot_tokens], np.int32)
     total = int(capacities.sum())
-    starts = np.cumsum(capacities, dtype=np.int32) - capacities
     if capacity is not None and (capacity < total or capacity % block_size):
         raise ValueError(f"capacity: got {capacity}, wanted a multiple of {block_size}, at least {total}")
     total = max(capacity or total, block_size)
 
+    default = None if greedy else Sampling(min_p=0.0 if min_p else None)
+    num_top = static_int("top_logprobs", top_logprobs, 0)
+    requests = _empty_requests(capacities, total, block_size, num_stop_tokens, num_ranges, default, num_top)
+    state = {
+        "requests": requests.replace(
+            logits_state=logits_state, draft_stats=DraftStats.start(len(slot_tokens)) if speculates else None
+        ),
+        "row": np.full(rows, -1, np.int32),
+        "leads": np.zeros(rows, np.bool_),
+        "steps": np.zeros((), np.int32),
+        "arrivals": np.zeros((), np.int32),
+        "dirty": np.zeros((), np.bool_),
+        "skipped_steps": np.zeros(rows, np.int32),
+        "out_of_blocks": np.zeros(rows, np.bool_),
+        "refused": np.zeros((), np.int32),
+        "chunks_deferred": np.zeros((), np.int32),
+        "onboard_slot": np.full((), -1, np.int32),
+    }
+    largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
+    width = largest if width is None else static_int("width", width, 1)
+    return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
+
+
+def _empty_requests(
+    capacities: Any,
+    text_size: int,
+    block_size: int,
+    num_stop_tokens: int,
+    num_ranges: int | None,
+    sampling: Sampling | None,
+    num_top: int,
+) -> Requests:
+    """Makes empty slots with these capacities i32[W], in numpy: `init_serving` moves all arrays to the device together.
+
+    `sampling` is the default of each request.
+    """
+    num_slots = len(capacities)
+
     def full(shape: tuple[int, ...] = (num_slots,), value: Any = 0, dtype: Any = np.int32) -> Any:
-        """A new array on the host: all are moved together, without a program for each, and then donated."""
         return np.full(shape, value, dtype)
 
     top = retention = None
-    if static_int("top_logprobs", top_logprobs, 0):
-        top = full((total, top_logprobs)), full((total, top_logprobs), dtype=np.float32)
+    if num_top:
+        top = full((text_size, num_top)), full((text_size, num_top), dtype=np.float32)
     if num_ranges is not None:
         retention = Retention(full((num_slots, num_ranges, 4)), full((num_slots, 2)))
-    default = Sampling(min_p=0.0 if min_p else None)
-    sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), default)
-    requests = Requests(
-        text=full((total,)),
-        logprobs=full((total,), dtype=np.float32),
+    return Requests(
+        text=full((text_size,)),
+        logprobs=full((text_size,), dtype=np.float32),
         top=top,
-        keys=full((total // block_size, 2), dtype=np.uint32),
-        start=starts,
+        keys=full((text_size // block_size, 2), dtype=np.uint32),
+        start=np.cumsum(capacities, dtype=np.int32) - capacities,
         capacity=capacities,
         generation=full(),
         stage=full(value=int(Stage.EMPTY)),
@@ -336,7 +375,7 @@ def init_serving(
         parent=full(value=-1),
         namespace=full(),
         seed=full(dtype=np.uint32),
-        sampling=sampling,
+        sampling=jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), sampling),
         stop=full((num_slots, num_stop_tokens), -1),
         retention=retention,
         onboard=full(value=True, dtype=np.bool_),
@@ -347,24 +386,7 @@ def init_serving(
         admitted=full(value=-1),
         first_token=full(value=-1),
         ended=full(value=-1),
-        logits_state=logits_state,
     )
-    state = {
-        "requests": requests,
-        "row": full((rows,), -1),
-        "leads": full((rows,), False, np.bool_),
-        "steps": full(()),
-        "arrivals": full(()),
-        "dirty": full((), False, np.bool_),
-        "skipped_steps": full((rows,)),
-        "out_of_blocks": full((rows,), False, np.bool_),
-        "refused": full(()),
-        "chunks_deferred": full(()),
-        "onboard_slot": full((), -1),
-    }
-    largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
-    width = largest if width is None else static_int("width", width, 1)
-    return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
 
 
 @dataclasses.dataclass
@@ -383,9 +405,11 @@ class Output:
       cached_tokens: number of prompt tokens found in the cache, and not computed, when the prompt was first admitted.
       stored_tokens: number of cached tokens from the store in this generation.
       preemptions: number of times it gave its row up and waited again.
+      drafted_tokens: number of drafts that a pass verified; 0 without a drafter.
+      accepted_tokens: number of verified drafts that are in `tokens`, each of which saved a step.
       replica: number of its replica. None without replicas.
-      finish: "stop" (a stop token), "length" (`max_new_tokens` are there), "row_full", "no_blocks", "cancelled" or
-        "bad_request". None while it goes on, and if the generation was interrupted.
+      finish: "stop" (a stop token), "length" (all `max_new_tokens`), "row_full", "no_blocks", "cancelled" or
+        "bad_request". None while it runs, or if the generation was interrupted.
       reason: for "no_blocks", the group that lacks blocks, with the blocks wanted and there. None for any other finish.
     """
 
@@ -401,6 +425,8 @@ class Output:
     prompt_logprobs: list[float | None] = dataclasses.field(default_factory=list)
     prompt_ranks: list[int | None] = dataclasses.field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     reason: str | None = dataclasses.field(default=None, compare=False)  # depends on the other requests of a run
 
     def add(
@@ -427,6 +453,9 @@ def results(serving: Serving) -> dict[tuple[int, int], Output]:
             preemptions=int(requests.preemptions[slot]),
             finish=finish_of(requests.finish[slot]),
         )
+        if (stats := requests.draft_stats) is not None:
+            output.drafted_tokens = int(stats.drafted[slot])
+            output.accepted_tokens = int(stats.accepted[slot])
         top = [] if requests.top is None else [column[new].tolist() for column in requests.top]
         output.add(requests.text[new].tolist(), requests.logprobs[new].tolist(), *top)
         outputs[slot, int(requests.generation[slot])] = output

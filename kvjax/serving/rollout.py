@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling inside the caller's program, such as a training step: arrays in, arrays out."""
+"""Samples inside the caller's program, such as a training step, from arrays to arrays."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from kvjax.serving.preempt import retire
 from kvjax.serving.requests import Finish, Serving, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.serving.serve import serve
+from kvjax.serving.speculation import Drafter
 from kvjax.serving.submit import cancel, submit
 from kvjax.spec import CacheSpec
 from pallas_kernels.loops import while_loop
@@ -76,24 +77,26 @@ def rollout(
     logprobs: Literal["sampling", "raw"] = "sampling",
     logits_fn: LogitsFn | None = None,
     logits_state: Any = None,
+    drafter: Drafter | None = None,
     scheduler: Scheduler | None = None,
     log: Log = None,
     now: Any = 0,
 ) -> tuple[Rollout, Cache, Log]:
-    """Samples completions of prompts inside a program: pure, for `jit`, `vmap` and `shard_map`.
+    """Samples completions of prompts inside a program. It is pure, so it runs under `jit`, `vmap` and `shard_map`.
 
-    A prompt is computed once for its samples, without its cached part. Rows in use are left alone. Give new
-    weights a new namespace (`Namespaces`), or K/V of the old weights are reused. The namespace's number is an array, so
-    a new namespace compiles nothing.
+    A prompt is computed once for its samples, without its cached part. Rows in use are left alone. Give new weights a
+    new namespace (`Namespaces`). Otherwise, K/V of the old weights are reused. The namespace's number is an array, so a
+    new namespace compiles nothing.
 
     Args:
       model: see `step`.
-      cache: a cache on the device alone. Donate it.
+      cache: a cache without a host tier. Donate it.
       prompts: i32[B, P]; padded with valid ids.
       lengths: i32[B]; number of tokens of each prompt, at the front of its row. With None, `mask` marks the tokens.
       max_new_tokens: T, static.
       samples: G, static; completions of each prompt.
-      mask: bool[B, P]; marks the tokens of each prompt, which are contiguous: at the end of a row padded on the left.
+      mask: bool[B, P]; marks the tokens of each prompt, which are contiguous, such as the end of a row padded on the
+        left.
       sampling: leaves [] or [B]. None means temperature 1.
       seed: i32[], u32[] or a jax key, which gives each completion a separate random stream; see `generate`.
       seeds: u32[B, G]; the streams themselves, as in `kvjax.serving.Request`.
@@ -111,10 +114,11 @@ def rollout(
       logits_state: a tree of arrays [B, ...], such as the state of a grammar. Each completion begins with its prompt's
         state. `logits_fn` gets the states of the rows [S, ...] as a fourth argument and returns (logits, new states).
         None means the `initial_state` of `logits_fn`, if it has one.
+      drafter: guesses the next tokens; see `RunOptions`. None disables it.
       scheduler: static. None means `Scheduler()`. With its option `canonical`, the bits of a completion depend neither
         on the cache nor on other requests.
-      log: a `rollout_log`, takes the events. The rollout ends if it has no space for the events of the next step. None
-        disables events.
+      log: a `rollout_log` for the events. The rollout ends if the log may be too small for the next step. None disables
+        events.
       now: i32[] ms.
 
     Returns:
@@ -161,6 +165,7 @@ def rollout(
         logprobs=logprobs,
         logits_state=each(logits_state),
         min_p=sampling.min_p is not None,
+        speculates=drafter is not None,
     )
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
     kept_rows = jnp.full((num_outputs,), -1, jnp.int32) if keep_rows else None
@@ -181,7 +186,7 @@ def rollout(
         logits_state=each(logits_state),
     )
 
-    serving, log = _run(model, serving, log, scheduler, logits_fn, generations, integers("now", now, ()))
+    serving, log = _run(model, serving, log, scheduler, logits_fn, drafter, generations, integers("now", now, ()))
     flat = _completions(serving, status, each(lengths), max_new)
     completions = jax.tree.map(lambda x: x.reshape(num_prompts, num_samples, *x.shape[1:]), flat)
     return completions, serving.cache, log
@@ -190,8 +195,8 @@ def rollout(
 def _leaders(cache: Cache, num_prompts: int, num_samples: int) -> jax.Array:
     """i32[B * G]; for each completion, the first completion running together with it.
 
-    This is the first sample of its prompt. If there are more samples than free rows, a prompt has several such groups,
-    which run in turn.
+    This is the first sample of its prompt. If a prompt has more samples than there are free rows, they form several
+    groups, which run in turn.
     """
     num_free = jnp.maximum(jnp.sum(cache.state.seqs.length == 0, dtype=jnp.int32), 1)
     distance = jnp.tile(np.arange(num_samples, dtype=np.int32) % num_free, num_prompts)
@@ -204,6 +209,7 @@ def _run(
     log: Log,
     scheduler: Scheduler,
     logits_fn: LogitsFn | None,
+    drafter: Drafter | None,
     generations: jax.Array,
     now: jax.Array,
 ) -> tuple[Serving, Log]:
@@ -212,8 +218,9 @@ def _run(
     def turn(carry):
         serving, log, _ = carry
         steps = serving.steps
-        serving, log = serve(model, serving, log, scheduler=scheduler, steps=1 << 30, logits_fn=logits_fn, now=now)
-        # A loop also ends if counted blocks were refused; the next loop preempts.
+        options: dict[str, Any] = {"scheduler": scheduler, "logits_fn": logits_fn, "drafter": drafter, "now": now}
+        serving, log = serve(model, serving, log, steps=1 << 30, **options)
+        # A loop also ends if blocks were refused in spite of the count. The next loop preempts.
         return serving, log, serving.busy & ((serving.steps > steps) | (serving.refused == 1))
 
     serving, log, _ = while_loop(lambda carry: carry[2], turn, (serving, log, jnp.bool_(True)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a cache for a prompt: the cached part in each cache, from its events alone, and a rule."""
+"""Chooses a cache for a prompt: finds the cached part in each cache from its events, and applies a rule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvjax.spec import CacheSpec
 
 
 def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, load_price: float = 0.0) -> int:
-    """The number of the cache for a prompt: the cache with most of it, or among equals the least loaded.
+    """Returns the index of the cache for a prompt: the cache with most of it, or the least loaded among equals.
 
-    A cache with more than twice its share of all tokens to compute gets no more prompts. Until then prompts with a
-    common prefix stay together.
+    Prompts with a common prefix stay together, until their cache has more than twice its share of all tokens to
+    compute. Such a cache gets no more prompts.
 
     Args:
       cached: number of the prompt's tokens in each cache.
@@ -38,7 +38,7 @@ def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, l
 
 
 class _NumberedSpaces(Hashing):
-    """Hashes inside a process, in which a namespace is its number."""
+    """Hashes for use in this process. The number of a namespace stands for it."""
 
     def space(self, namespace: int) -> Space:
         return Space(root_hash(salt=str(namespace)), 0)
@@ -65,7 +65,7 @@ def num_leading(hashes: Sequence[int], known: Container[int]) -> int:
 
 
 class CachedPrefixes(NodeMap):
-    """The index of a cache from its events: it asks no device, and does not read a cache in a loop.
+    """The index of a cache, built from its events. It asks no device, and never reads a cache that a loop has taken.
 
     Args:
       spec: spec of an empty cache; see `attach` for other caches.
@@ -77,7 +77,7 @@ class CachedPrefixes(NodeMap):
     def whole_blocks(self, hashes: Sequence[int], length: int) -> int:
         """The number of whole blocks found by an admission for a prompt of `length` tokens with these hashes.
 
-        It is the number of `lookup`, without tokens of a block of which the prompt has only a part.
+        It equals the result of `lookup`, except for tokens of a block that matches only in part.
         """
         spec = self.spec
         groups = self.groups

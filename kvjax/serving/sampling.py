@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the next token from logits, for each row with its options and its random stream."""
+"""Chooses the next token of each row from its logits, with its own options and random stream."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _DTYPES = {
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Options of choosing a token. The default is greedy.
+    """Options for choosing a token. The default is greedy.
 
-    A pytree: each leaf is a number for all rows, or an array with a number for each row. Numbers, lists and numpy
+    It is a pytree: each leaf is a number for all rows, or an array with a number for each row. Numbers, lists and numpy
     arrays are checked and become numpy arrays. A jax array is taken as it is, traced or not.
 
     Attributes:
@@ -105,7 +105,7 @@ class Sampling:
 
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Any) -> Self:
-        """Takes the leaves as they are, unchecked: jax also puts in other values than numbers."""
+        """Takes the leaves without checks, because jax also puts in values other than numbers."""
         sampling = object.__new__(cls)
         for name, leaf in zip(_DTYPES, leaves, strict=True):
             object.__setattr__(sampling, name, leaf)
@@ -144,7 +144,7 @@ def sample(
     top_logprobs: int = 0,
     logprobs: str = "raw",
 ) -> Choice:
-    """Chooses a token for each row, by its logits, sampling, seed and position alone: other rows have no influence.
+    """Chooses a token for each row. It depends only on the row's logits, sampling, seed and position.
 
     A batch of greedy rows draws nothing, and a batch without top-k and top-p does not sort.
 
@@ -193,7 +193,7 @@ def sample(
         is_early = integers("generated", generated, (rows,)) < sampling.min_tokens  # too early for a stop token
         stop = jnp.broadcast_to(stop, (rows, stop.shape[-1]))
     needed, programs = _programs(logits, sampling, seeds, positions, stop, is_early)
-    # The scores are in the branches: a greedy one finds the largest logit, which they need, with the token.
+    # Each branch computes the scores. The greedy branch finds the largest logit, which the scores need, with the token.
     vary = varying((logits, seeds))
     return lax.switch(needed, [lambda program=program: vary(scored(*program())) for program in programs])
 
@@ -201,7 +201,7 @@ def sample(
 def _programs(
     logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array, stop: jax.Array, early: jax.Array
 ) -> tuple[jax.Array, tuple[Callable[[], tuple[jax.Array, ...]], ...]]:
-    """The index i32[] of the least program for all rows, and four programs in ascending order.
+    """The index i32[] of the smallest program that serves all rows, and four programs in ascending order.
 
     Each program also serves the rows of earlier programs. It returns the tokens i32[R], and the logits f32[R, V]
     that they were drawn by, if any was drawn.

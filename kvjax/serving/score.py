@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of given completions. Each prompt is computed once for its group, or found in the cache."""
+"""Computes log-probabilities of given completions. Each prompt is computed once for its group, or found cached."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def score(
     log: Log = None,
     now: Any = 0,
 ) -> tuple[jax.Array, Cache, Log]:
-    """Computes log-probabilities of completions inside a program: pure, for `jit`, `vmap` and `shard_map`.
+    """Computes log-probabilities of completions inside a program. It is pure: use `jit`, `vmap` and `shard_map`.
 
     Prompts are computed in turn: first the missing part, in chunks, then all completions in a single call
     of the model, each in a row sharing the prompt's blocks.
 
     Args:
-      model: see `step`. It gives all logits (`last=None`).
-      cache: a cache on the device alone. Donate it.
+      model: see `step`. It must be able to return all logits (`last=None`).
+      cache: a cache without a host tier. Donate it.
       prompts: i32[B, P]; padded with valid ids.
       completions: i32[B, G, T]; padded with valid ids.
       lengths: i32[B]; number of tokens of each prompt, at the front of its row. With None, `mask` marks the tokens.
@@ -56,7 +56,7 @@ def score(
       temperature: f32[] or f32[B]; divides the logits.
       namespace: i32[] or i32[B].
       chunk: static; maximum tokens of a prompt in a call of the model.
-      log: takes the events, and needs space for the events of all blocks. None disables events.
+      log: a log for the events, with space for the events of all blocks. None disables events.
       now: i32[] ms.
 
     Returns:
@@ -64,7 +64,7 @@ def score(
       not fit into a row; the cache, with everything released and cached; and the log.
 
     Raises:
-      ValueError: while tracing, naming the argument; also for a model unable to give all logits.
+      ValueError: while tracing, naming the argument; also if the model cannot return all logits.
     """
     prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask)
     num_prompts, width = prompts.shape

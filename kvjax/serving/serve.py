@@ -8,7 +8,7 @@
               k decode steps
     choose    rows whose tokens are all computed choose the next token, which may end their requests
 
-A part without work is a loop without turns. A branch would copy the pools.
+If a part has nothing to do, it is skipped by a loop with zero iterations, because `lax.cond` would copy the pools.
 """
 
 from __future__ import annotations
@@ -30,11 +30,21 @@ from kvjax.pools.device import Pools
 from kvjax.pools.views import View
 from kvjax.serving.admit import Admitted, admit
 from kvjax.serving.capacity import admission_events, worst_step
-from kvjax.serving.decode import DecodeBlock, LogitsFn, SampledTokens, Sampler, append_events, compute, grow, rows_of
+from kvjax.serving.decode import (
+    DecodeBlock,
+    LogitsFn,
+    SampledTokens,
+    Sampler,
+    append_events,
+    compute,
+    grow,
+    rows_of,
+)
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import Retired, retire, swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
+from kvjax.serving.speculation import Drafter, decode_block
 from pallas_kernels.loops import while_loop
 
 
@@ -57,6 +67,7 @@ def serve_step(
     scheduler: Scheduler,
     steps: int | jax.Array | None = None,
     logits_fn: LogitsFn | None = None,
+    drafter: Drafter | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, Served]:
@@ -65,10 +76,11 @@ def serve_step(
     Args:
       model: see `kvjax.step`.
       serving: the requests and their cache.
-      log: takes the events, and needs room for `worst_step` of them. None disables events.
+      log: a log for the events, with room for `worst_step` of them. None disables events.
       scheduler: static.
       steps: i32[]; maximum decode steps. None means the steps of a block.
       logits_fn: see `RunOptions`.
+      drafter: see `RunOptions`; the requests then have `draft_stats`.
       fixed_steps: static; see `RunOptions`.
       now: i32[] ms.
     """
@@ -81,7 +93,7 @@ def serve_step(
     single = _has_chunks(serving, scheduler) | tried
     max_steps = k if steps is None else steps
     serving, extended, n, new = grow(serving, scheduler, k, max_steps, single, num_free(log) - log_room, now)
-    # In a block of steps no events come between these and the events of the commit.
+    # In a block of steps, the events of the commit follow directly.
     log = once(single, lambda log: append_events(log, extended), log)
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
@@ -114,7 +126,15 @@ def serve_step(
 
     nothing = DecodeBlock(jnp.zeros_like(new), SampledTokens.none(new.shape[0], k, requests.num_top), rows.state)
     start = cache.pools, nothing
-    pools, written = once(jnp.any(decode & ~decodes_in_mixed), block, start) if fixed_steps else block(start)
+    if drafter is not None:
+        options: dict[str, Any] = {"fixed_steps": fixed_steps, "canonical": scheduler.canonical}
+        pools, written, serving = decode_block(
+            model, serving, rows, new, block_steps, k, drafter=drafter, logits_fn=logits_fn, **options
+        )
+    elif fixed_steps:
+        pools, written = once(jnp.any(decode & ~decodes_in_mixed), block, start)
+    else:
+        pools, written = block(start)
     serving = serving.with_logits_state(written.state)
     num_written = jnp.where(decodes_in_mixed, decode.astype(jnp.int32), written.count)
     is_from_mixed = ~decode[:, None] if scheduler.canonical else mixed
@@ -133,7 +153,7 @@ def serve_step(
 
 
 def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
-    """bool[]; whether to look for requests to admit: some request waits, and there may be a row and blocks."""
+    """bool[]; whether to look for requests to admit, because a request waits and there may be a row and blocks."""
     waits = jnp.any(serving.requests.waiting)
     tries = serving.dirty & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
     tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.swapped_out)
@@ -141,7 +161,7 @@ def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Arra
 
 
 def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """bool[]; whether the next step is mixed: enough rows prefill, or chunks waited long enough, or no row decodes."""
+    """bool[]; whether the next step is mixed: enough rows prefill, chunks waited long enough, or no row decodes."""
     rows = serving.prefilling
     if scheduler.coalesce == 1:
         return jnp.any(rows)
@@ -198,17 +218,18 @@ def serve(
     scheduler: Scheduler,
     steps: int | jax.Array,
     logits_fn: LogitsFn | None = None,
+    drafter: Drafter | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log]:
     """Steps until all requests are over, the model has run `steps` times, or the log may be too small for another step.
 
     With a host tier the loop also ends in three cases. `serving.onboard_slot` names a request for blocks on
-    the host. `preempt.swaps` finds a row to swap out or in. Or `serving.refused` is 1: counted blocks were refused,
-    because a loop does not evict blocks with children on the host. Then empty some blocks (`watermark`) and set it to
-    0, or the next step preempts.
+    the host. `preempt.swaps` finds a row to swap out or in. Or `serving.refused` is 1: blocks were refused in spite of
+    the count, because a loop does not evict blocks with children on the host. Then empty some blocks (`watermark`) and
+    set it to 0. Otherwise the next step preempts.
 
-    `now` is the same for all steps. Without a log, no loop ends because of it. The other arguments are as in
+    `now` is the same for all steps. If the log is None, it never ends the loop. The other arguments are as in
     `serve_step`.
     """
     spec = serving.cache.state.spec
@@ -229,6 +250,7 @@ def serve(
             scheduler=scheduler,
             steps=end - serving.steps,
             logits_fn=logits_fn,
+            drafter=drafter,
             fixed_steps=fixed_steps,
             now=now,
         )
@@ -250,8 +272,8 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     """Predicts the requests after some steps, if nothing is submitted or cancelled meanwhile. Jit it.
 
     The prediction is exact, except where it depends on tokens chosen by the model: stop tokens, and generated text
-    found in the cache. Here the model always chooses token 0. Blocks on the host are not found. A prediction
-    costs the bookkeeping of the steps, and no bytes.
+    found in the cache. Here the model always chooses token 0. Blocks on the host are not found. A prediction costs only
+    the bookkeeping of the steps, and touches no K/V.
 
     Args:
       serving: the requests and their cache. Submit a batch to it first to see how the batch would run.
@@ -263,7 +285,7 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     state = serving.cache.state
     groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
     pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
-    # No blocks move between the tiers, and a model of one token has no alternatives to note.
+    # No blocks move between the tiers, and a model with a single token has no alternatives to record.
     scheduler = dataclasses.replace(scheduler, preempt="recompute")
     top = serving.requests.top
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)

@@ -29,7 +29,7 @@ class _Line(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """The columns before the tokens."""
+        """The texts of the columns before the tokens."""
         return self.where, f"request {self.slot}" if self.slot >= 0 else "", self.state
 
 
@@ -40,8 +40,9 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
 
     Args:
       serving: the requests; not traced.
-      width: columns to stay within; where a request has more tokens, a letter stands for several, by the last of them.
-      max_lines: the most lines for each of the three; requests beyond them are counted.
+      width: maximum columns of the drawing. If a request has more tokens, a letter stands for several tokens, and shows
+        the last of them.
+      max_lines: maximum lines for each of the three parts. Further requests are only counted.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -106,6 +107,7 @@ def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
             state = f"waits for the prompt of request {requests.parent[slot]}"
         else:
             state = "decodes" if pending == 1 and not leads else f"{pending:,} pending"
+        state += _drafts(requests, slot)
         state += f"{', leads samples' if leads else ''}{', out of blocks' if out_of_blocks else ''}"
         yield _Line(f"row {row}", int(slot), f"{_num_tokens(requests, slot)}: {state}", int(committed))
 
@@ -126,7 +128,16 @@ def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
         if stage in _OVER and slot not in in_rows:
             finish = finish_of(requests.finish[slot])
             num_generated = requests.num_tokens[slot] - requests.prompt[slot]
-            yield _Line("over", slot, f"{finish}, {num_generated:,} generated, {requests.cached[slot]:,} cached")
+            state = f"{finish}, {num_generated:,} generated, {requests.cached[slot]:,} cached"
+            yield _Line("over", slot, state + _drafts(requests, slot))
+
+
+def _drafts(requests: Any, slot: int) -> str:
+    """The part of a request's state about its drafts, if it has any."""
+    stats = requests.draft_stats
+    if stats is None or not stats.drafted[slot]:
+        return ""
+    return f", {stats.accepted[slot]:,} of {stats.drafted[slot]:,} drafts accepted"
 
 
 def _tokens(line: _Line, requests: Any, block_size: int, per_letter: int) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A generation and a store: prefixes are read ahead and adopted between loops, and computed blocks are written.
+"""Connects a generation with a store: reads prefixes ahead, adopts them between loops, and writes computed blocks.
 
 submit    hashes the prompts, in their order, and starts to read stored blocks missing in the cache
 adopt     before a loop, adopts the blocks read for prompts close to admission (the first loop waits for them)
@@ -32,7 +32,7 @@ from kvjax.verbs.admit import lookup
 
 Words = list[np.ndarray]
 Place = tuple[int, int]  # (group, column) of a block in a prompt
-_SLICE = 0.05  # seconds of waiting between two looks for Ctrl-C
+_SLICE = 0.05  # seconds of waiting between two checks for Ctrl-C
 
 
 @functools.partial(OutermostJit, static_argnames="alignment_tokens")
@@ -49,7 +49,7 @@ class Prefix:
       namespace: the prompt's namespace.
       blocks: the whole blocks of the prompt.
       deadline: time of `time.monotonic` after which missing blocks are computed.
-      end: number of leading blocks to have in the cache; -1 before they are planned.
+      end: number of leading blocks that should be in the cache; -1 before this is planned.
       reads: reads by (group, column), in the order in which they start; None for a read that has not started.
     """
 
@@ -62,12 +62,12 @@ class Prefix:
 
     @property
     def is_done(self) -> bool:
-        """Whether the prompt waits for no more reads."""
+        """Whether all reads of the prompt are finished."""
         return self.end >= 0 and not self.reads
 
 
 class StoredPrefixes:
-    """The reads of a generation from its store, and its writes to it."""
+    """The reads and writes of a generation in its store."""
 
     def __init__(self, store: DiskStore, state: GenerationState[Any], scheduler: Scheduler):
         self.store = store
@@ -103,7 +103,7 @@ class StoredPrefixes:
         return int(_cached_tokens(state, tokens, length, np.int32(namespace), self.scheduler.alignment_tokens))
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Starts to read for prompts of requests, in this order, and skips known prompts."""
+        """Starts reads for the prompts of requests, in this order, and skips known prompts."""
         new_jobs = {job.leader.number: job for job in jobs if job.leader.number not in self.prefixes}
         if not new_jobs:
             return
@@ -119,7 +119,7 @@ class StoredPrefixes:
 
     def _read_ahead(self) -> None:
         """Starts reads in the order of the prompts, as many as may be in flight."""
-        num_bytes = self.store.values.sizes  # of a block, for each group
+        num_bytes = self.store.values.sizes  # the bytes of a block, for each group
         in_flight = 0
         for prefix in self.waiting.values():
             in_flight += sum(num_bytes[group] for (group, _), future in prefix.reads.items() if future is not None)
@@ -134,7 +134,7 @@ class StoredPrefixes:
                     prefix.reads[group, column] = self.store.read(prefix.blocks[column], group)
 
     def _plan(self, prefix: Prefix) -> None:
-        """Chooses how many leading blocks of a prompt to have in the cache, and which of them to read."""
+        """Chooses how many leading blocks of a prompt should be in the cache, and which of them to read."""
         prefix.end = 0
         if not any(self.store.has(block, group) for block in prefix.blocks for group in self.groups):
             return
@@ -158,12 +158,12 @@ class StoredPrefixes:
         return end
 
     def _missing(self, reused_tokens: int, num_cached: int, end: int) -> list[Place]:
-        """The (group, column) of blocks possibly missing in the cache to reuse so many tokens, in `end` blocks."""
+        """The (group, column) of blocks that the cache may lack to reuse this many tokens, in `end` blocks."""
         first_group = [(0, column) for column in range(num_cached, end)]
         return [*first_group, *self.spec.seen_columns(reused_tokens, end)]
 
     def _add_reads(self, prefix: Prefix, places: Iterable[Place]) -> None:
-        """Adds reads for a prompt, without blocks read for another prompt."""
+        """Adds reads for a prompt, except for blocks that are being read for another prompt."""
         for group, column in places:
             key = group, prefix.blocks[column].hash
             if group in self.groups and key not in self.reading:
@@ -171,7 +171,7 @@ class StoredPrefixes:
                 prefix.reads[group, column] = None
 
     def _reused_tokens(self, end: int, length: int) -> int:
-        """The tokens that a prompt of `length` tokens reuses of `end` cached blocks, or 0 if no reuse may end there."""
+        """The tokens of `end` cached blocks reused by a prompt of `length` tokens, or 0 if reuse may not end there."""
         alignment = self.scheduler.alignment_tokens
         tokens = end * self.block_size
         if tokens < length:
@@ -198,7 +198,7 @@ class StoredPrefixes:
         self._read_ahead()
 
     def _adopt_read(self, prefix: Prefix, call: Any, waits: bool) -> None:
-        """Adopts the blocks read for a prompt, until a read has not ended. `waits` until the deadline for it."""
+        """Adopts the blocks read for a prompt, up to its first unfinished read. If `waits`, waits to the deadline."""
         has_ended = True
         while has_ended and not prefix.is_done:
             self._read_ahead()
@@ -207,7 +207,7 @@ class StoredPrefixes:
                 self._take(prefix, call, is_late=not has_ended)
 
     def _reads_ended(self, prefix: Prefix, waits: bool) -> bool:
-        """Whether all started reads of a prompt have ended. `waits` until the deadline for them."""
+        """Whether all started reads of a prompt have ended. If `waits`, waits until the deadline."""
         futures = [future for future in prefix.reads.values() if future is not None]
         for future in futures:
             while not future.done():
@@ -216,10 +216,10 @@ class StoredPrefixes:
                     return False
                 wait([future], min(remaining, _SLICE))
                 self.state.ctrl_c.act()
-        return bool(futures)  # False where reads of other prompts leave no room for any
+        return bool(futures)  # False if reads of other prompts leave no room
 
     def _take(self, prefix: Prefix, call: Any, is_late: bool) -> None:
-        """Adopts the blocks read for a prompt. If some are missing, plans anew, or gives them up if it is late."""
+        """Adopts the blocks read for a prompt. If some are missing, plans again, or gives up if it is late."""
         started = [place for place, future in prefix.reads.items() if future is not None]
         words = {place: self._end_read(prefix, *place) for place in started}
         arrived = {place: block_words for place, block_words in words.items() if block_words is not None}
@@ -260,7 +260,7 @@ class StoredPrefixes:
         return bool(events.ok)
 
     def has_read(self, prompt: int) -> bool:
-        """Whether a prompt has no more reads to wait for, or its deadline is over."""
+        """Whether a prompt has no more reads to wait for, or its deadline has passed."""
         prefix = self.waiting.get(prompt)
         if prefix is not None and prefix.end >= 0 and time.monotonic() > prefix.deadline:
             self._give_up(prefix)
@@ -282,7 +282,7 @@ class StoredPrefixes:
 
         Args:
           log: events of the loop.
-          admitted: jobs not waiting any more. A finished job comes a single time.
+          admitted: jobs that no longer wait. A finished job is passed only once.
         """
         self.drop(job.leader.number for job in admitted)
         for job in admitted:
@@ -331,7 +331,7 @@ class StoredPrefixes:
                     if group_index == 0:
                         self.hashes[block, generation] = stored.hash
                         self.adopted.discard(stored.hash)
-            # No block has gone to the host yet: that happens between loops alone.
+            # No block has gone to the host yet, because this happens only between loops.
             self.store.write(self.state.cache.pools, group_index, list(written), list(written.values()))
 
     def _hash(self, state: CacheState, block: int, generation: int) -> bytes:

@@ -19,6 +19,7 @@ from kvjax.serving.capacity import max_blocks, sample_blocks
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.speculation_stats import DraftStats
 from kvjax.spec import Kind
 from kvjax.state import CacheState, Text
 from kvjax.verbs._request import first_failure
@@ -54,20 +55,20 @@ def submit(
       priority: i32[R]; higher first.
       namespace: i32[R]; see `Namespaces`.
       seed: u32[R]; seed of each request's random stream.
-      sampling: leaves [R], or scalars for all. None means greedy.
+      sampling: leaves [R], or scalars for all entries. None means greedy.
       stop_tokens: i32[K'] for all, or i32[R, K'], at most K; padded with -1.
       retention: arrays with a leading axis R, at most the `num_ranges` of `init_serving`.
-      sample_of: i32[R]; an earlier entry of the batch with the same prompt, to make this entry another sample of it; or
-        -1. Both run at the same time and share the computation of the prompt.
+      sample_of: i32[R]; an earlier entry of the batch with the same prompt, to make this entry another sample of it, or
+        -1 for none. Both run at the same time and share the computation of the prompt.
       logits_state: a tree of arrays [R, ...]; state that `logits_fn` gets with the first logits of each request.
 
     Returns:
       The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. The
       status is the first that applies. BAD_REQUEST: no tokens, negative tokens or more tokens than there are, nothing
       to generate, or a sample with another prompt. The status of the parent, if it was refused. HELD: no slot is empty.
-      ROW_FULL: the request does not fit into a row or its slot, or its samples have no rows. NO_BLOCKS: they do not fit
-      into the cache even alone with pinned blocks, as many of which as possible are their prefix. A refused entry takes
-      no slot.
+      ROW_FULL: the request does not fit into a row or its slot, or its samples have no rows. NO_BLOCKS: the request and
+      its samples do not fit into the cache next to the pinned blocks, even if they run alone and share as many pinned
+      blocks as possible. A refused entry takes no slot.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -134,6 +135,8 @@ def submit(
         raise ValueError("sampling: got a Sampling, wanted None (init_serving had greedy=True)")
     if requests.logits_state is not None:
         requests = requests.at(slots, is_accepted, logits_state=logits_state)
+    if requests.draft_stats is not None:
+        requests = requests.at(slots, is_accepted, draft_stats=DraftStats.start(num_entries))
     requests = _write_retention(requests, slots, is_accepted, retention)
     serving = serving.replace(
         requests=requests, arrivals=serving.arrivals + count(is_accepted), dirty=serving.dirty | jnp.any(is_accepted)
@@ -217,7 +220,7 @@ def _no_sample(flat: _Flat, namespace: jax.Array, parent: jax.Array) -> jax.Arra
 def _never_fits(
     state: CacheState, scheduler: Scheduler, prompt: jax.Array, max_tokens: jax.Array, samples: jax.Array
 ) -> jax.Array:
-    """bool[R]; requests with samples bool[R, R] in need of more blocks than a group has besides pinned blocks."""
+    """bool[R]; requests that need, with samples bool[R, R], more blocks than a group has besides pinned blocks."""
     fits = jnp.ones(max_tokens.shape, jnp.bool_)
     request_blocks = max_blocks(state.spec, scheduler, max_tokens)
     added_blocks = sample_blocks(state.spec, scheduler, max_tokens, prompt, samples)
@@ -236,7 +239,7 @@ def _never_fits(
 def _take_slots(
     requests: Requests, entries: tuple[jax.Array, ...], slots: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Statuses and slots of the entries, both i32[R]: the given slots or the first empty slots, entry by entry."""
+    """The status and slot of each entry, both i32[R]. Entries take the given slots, or the first empty slots."""
     num_entries = entries[0].shape[0]
     is_empty = requests.stage == Stage.EMPTY
     if slots is None:
@@ -279,7 +282,7 @@ def _write_prompts(
     no_keys = jnp.zeros((1, 2), jnp.uint32)
     contents = Text(pick(text.reshape(-1, block_size), columns), None)
     words = prefix_keys(no_keys, contents, block_size, blocks.offset, chain)
-    # The words are sums over all blocks of the batch, so the sum of the prompts before is subtracted.
+    # The words are sums over all blocks of the batch, so the sum over earlier prompts is subtracted.
     keys_before = jnp.where((blocks.start > 0)[:, None], pick(words, blocks.start - 1), np.uint32(0))
     keys = words + pick(root_key(namespace) - keys_before, blocks.owner)
     keys = put(requests.keys, columns, keys, blocks.is_valid & pick(is_accepted, blocks.owner))

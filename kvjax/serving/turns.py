@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a driver: a call submits and cancels requests, and a loop reports its results in separate arrays."""
+"""The programs of a driver: a call that submits and cancels requests, and a loop with its results in new arrays."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvjax.serving.request import Request
 from kvjax.serving.requests import Output, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.serve import serve, serve_step
+from kvjax.serving.speculation import Drafter
 from kvjax.serving.submit import cancel, drain, submit
 
 
@@ -71,11 +72,11 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Whether the request is over."""
         return self.output.finish is not None
 
     def change(self, change: Callable[[Output], Any]) -> None:
-        """Changes the output."""
+        """Changes the output with a function."""
         change(self.output)
 
     def end(self, finish: str, reason: str | None = None) -> None:
@@ -190,17 +191,19 @@ def _apply(
 
 
 _SCALARS = "steps", "onboard_slot", "refused"
+_DRAFT_FIELDS = "drafted", "accepted"
 _REQUEST_FIELDS = "stage", "finish", "generation", "cached", "preemptions", "num_tokens"
 
 
 class TurnArrays(Pytree):
-    """The result of a turn, in separate arrays: the next turn may take the requests before the host reads these.
+    """The result of a turn, in separate arrays, because the next turn may donate the requests before the host reads it.
 
-    Each array is a transfer to the host, so there are only three.
+    Each array costs a transfer to the host, so there are only three.
     """
 
     scalars_and_rows: jax.Array  # i32[3 + S]; `_SCALARS`, then the slot of each row's request
-    requests: jax.Array  # i32[7, W]; `_REQUEST_FIELDS`, then the number of tokens of each before the turn
+    # i32[7, W], or i32[9, W] with a drafter; `_REQUEST_FIELDS`, the number of tokens before the turn, `_DRAFT_FIELDS`
+    requests: jax.Array
     tokens: jax.Array  # i32[2 + 2 T, W, N]; new tokens, laid out like `SampledTokens`
 
     @classmethod
@@ -210,7 +213,10 @@ class TurnArrays(Pytree):
         new = runs(requests.start + num_tokens_before, width)
         tokens = chosen_bits(*pick((requests.text, requests.logprobs, requests.top), new))
         scalars = jnp.stack([serving.steps - first_step, serving.onboard_slot, serving.refused])
-        fields = jnp.stack([*(getattr(requests, name) for name in _REQUEST_FIELDS), num_tokens_before])
+        columns = [*(getattr(requests, name) for name in _REQUEST_FIELDS), num_tokens_before]
+        if requests.draft_stats is not None:
+            columns += [getattr(requests.draft_stats, name) for name in _DRAFT_FIELDS]
+        fields = jnp.stack(columns)
         return cls(jnp.concatenate([scalars, serving.row]), fields, tokens)
 
     def read(self) -> TurnResult:
@@ -223,9 +229,10 @@ class TurnArrays(Pytree):
         if len(top_tokens):
             top_logprobs = np.ascontiguousarray(np.moveaxis(top_logprobs, 0, -1)).view(np.float32)
             top = np.moveaxis(top_tokens, 0, -1), top_logprobs
+        names = *_REQUEST_FIELDS, "num_tokens_before", *_DRAFT_FIELDS
         return TurnResult(
             **dict(zip(_SCALARS, scalars.tolist(), strict=True)),
-            **dict(zip((*_REQUEST_FIELDS, "num_tokens_before"), requests.tolist(), strict=True)),
+            **dict(zip(names, requests.tolist(), strict=False)),
             row=rows,
             tokens=tokens,
             logprobs=logprobs.view(np.float32),
@@ -250,6 +257,8 @@ class TurnResult(NamedTuple):
     tokens: np.ndarray  # i32[W, N]
     logprobs: np.ndarray  # f32[W, N]
     top: tuple[np.ndarray, np.ndarray] | None  # i32[W, N, T] and f32[W, N, T]
+    drafted: list[int] | None = None  # None without a drafter
+    accepted: list[int] | None = None
 
 
 def _turn(
@@ -262,6 +271,7 @@ def _turn(
     log_size: int,
     loop: bool = True,
     logits_fn: LogitsFn | None = None,
+    drafter: Drafter | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Serving, Log, TurnArrays]:
@@ -273,7 +283,13 @@ def _turn(
     log = init_log(log_size, spec.block_size, spec.extra_ids, spec.has_recurrent) if log_size else None
     first_step = serving.steps
     num_tokens_before = serving.requests.num_tokens
-    options: dict[str, Any] = {"scheduler": scheduler, "logits_fn": logits_fn, "fixed_steps": fixed_steps, "now": now}
+    options: dict[str, Any] = {
+        "scheduler": scheduler,
+        "logits_fn": logits_fn,
+        "drafter": drafter,
+        "fixed_steps": fixed_steps,
+        "now": now,
+    }
     if loop:
         serving, log = serve(model, serving, log, steps=steps, **options)
     else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V that outlive a process or come from another: a saved cache, a store on disk, and the verbs for K/V from outside.
+"""K/V outside of a cache: saves, a store on disk, and the verbs that bring K/V into a cache.
 
 A stored block has a single format (`values.py`). A save packs the values, and a `DiskStore` writes them separately.
-`DiskStore` needs tensorstore, from the extra `stores`. The rest needs nothing beyond kvjax.
+`DiskStore` needs tensorstore, from the extra `stores`. The rest needs no extra.
 """
 
 from kvjax.events.records import Adopted

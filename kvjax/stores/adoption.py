@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adopts a prefix whose bytes are on the host: with few programs, whatever its length, and few blocks at a time."""
+"""Adopts a prefix whose bytes are on the host. It takes few programs for any length, and a few blocks at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _finish_adoption = OutermostJit(finish_adoption, donate_argnums=0)
 
 
 def widths() -> Iterator[int]:
-    """Yields the number of columns of each program, without an end."""
+    """Yields the number of columns of each program, forever."""
     return (COLUMNS * GROWTH**n for n in itertools.count())
 
 
@@ -94,7 +94,7 @@ def adopt_prefix(
 
 
 def compile_adoption(cache: AnyCache, columns: int, *, now: Any) -> tuple[AnyCache, Events]:
-    """Compiles all programs of `adopt_prefix` for a number of blocks, an element of `widths`, with an empty prefix.
+    """Compiles all programs of `adopt_prefix` for a number of blocks from `widths`, by adopting an empty prefix.
 
     The empty prefix is refused, so the returned cache is unchanged.
     """

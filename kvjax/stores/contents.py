@@ -56,7 +56,7 @@ class Contents(NamedTuple):
         return blocks
 
     def to_bytes(self) -> bytes:
-        """All arrays in a row, as little-endian i32."""
+        """All arrays one after the other, as little-endian i32."""
         return b"".join(array.astype("<i4", copy=False).tobytes() for array in self)
 
     @classmethod

@@ -43,11 +43,11 @@ _MOST_ROOTS = 4096  # cached hashes of empty prefixes
 
 
 class DiskStore:
-    """Whole blocks of prefixes on a disk, found by their contents. Pass it as `store=` to `generate` and `RunOptions`.
+    """Stores whole blocks of prefixes on a disk, found by their contents. Pass it as `store=` to `generate`.
 
     A block is found by the hash of its prefix: model, salt, LoRA and all tokens. Then its tokens and its parent's hash
-    are compared. An invalid value is a miss, and is deleted. If the location fails, a request only loses the hit.
-    Prompts are stored in clear. Only the owner of a folder can read it.
+    are compared. An invalid value counts as a miss, and is deleted. If the location fails, a request only loses the
+    hit. Prompts are stored in plain text. Only the owner of a folder can read it.
 
     Attributes:
       spec: the layout of the blocks. The numbers of blocks, rows and tiers do not matter.
@@ -162,7 +162,7 @@ class DiskStore:
         return not self.values.has_bytes(group_index) or self.values.name(block, group_index) in self._names
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Marks a prefix as used, after all waiting writes. Its last block will be evicted before its first block."""
+        """Marks a prefix as used, after all waiting writes. Its blocks will be evicted from the last to the first."""
         if not self.readonly:
             self._writer.submit(self._touch, blocks)
 
@@ -250,7 +250,7 @@ class DiskStore:
         size = self.values.sizes[group_index]
         futures = dict[str, Any]()
         arrays = None
-        with self._failures_noted():  # also failures of the computation of these leaves
+        with self._failures_noted():  # including failures while these leaves are computed
             arrays = jax.device_get(leaves)
         for row, block in enumerate(blocks):
             name = self.values.name(block, group_index)
@@ -305,7 +305,7 @@ class DiskStore:
         """Counts an error of the location, and ends the `with` block."""
         try:
             yield
-        except Exception as error:  # whatever tensorstore raises
+        except Exception as error:  # tensorstore may raise anything
             with self._lock:
                 self._counters["failed"] += 1
                 self._failure = self._failure or f"{type(error).__name__}: {error}"

@@ -4,8 +4,8 @@
     kvjax.stores.save(cache, "cache", names=names, model="gemma-3-4b, revision 2")
     cache, loaded = kvjax.stores.load(cache, "cache", names=names, model="gemma-3-4b, revision 2")
 
-`manifest.py` describes the files of a save, and `values.py` their contents. A save has no block numbers and no keys: a
-block is a prefix. Rows are not saved.
+`manifest.py` describes the files of a save, and `values.py` their contents. A save has no block numbers and no keys,
+because a block is identified by its prefix. Rows are not saved.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ def save(
 ) -> int:
     """Saves all findable blocks of a cache, on both tiers, and replaces the folder's older save.
 
-    The folder has the older save until the end, and then the new save, even if the process is killed in between. `save`
-    reads a few blocks at a time, and leaves the cache unchanged. The next save deletes files of an interrupted save.
+    The folder keeps the older save until the new save is complete, even if the process is killed in between. `save`
+    reads a few blocks at a time, and leaves the cache unchanged. The next save deletes the files of an interrupted
+    save.
 
     Args:
-      cache: without a move in progress, and not shared by several processes.
+      cache: the cache. No move may be in progress, and it must not be shared by several processes.
       folder: a path; created if missing. Only a single save at a time may write to it.
       names: the namespaces of the cache's rows. None means no row had a namespace.
       model: the name of the model and its weights. Pass the same name to `load`.
@@ -109,13 +110,13 @@ def save(
 
 
 def pools_of(cache: Any) -> HostPools | None:
-    """The host pools of a cache to save or load, None without a host tier. Raises a ValueError for others."""
+    """The host pools of a cache, None without a host tier. Raises a ValueError if it cannot be saved or loaded."""
     if not isinstance(cache, AnyCache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache or a TieredCache")
     if problem := unreadable(cache):
-        raise ValueError(f"cache: got one that is {problem}, wanted one of this process, whose arrays can be read")
+        raise ValueError(f"cache: got one that is {problem}, wanted one of this process with readable arrays")
     if np.ndim(cache.state.groups[0].num_empty):
-        raise ValueError("cache: got a batch of caches, wanted one")
+        raise ValueError("cache: got a batch of caches, wanted a single one")
     if isinstance(cache, Cache) and cache.state.spec.host_groups:
         raise ValueError("cache: got a Cache whose spec has a host tier, wanted the TieredCache, which has its bytes")
     return cache.host
@@ -173,9 +174,9 @@ def load[C: (Cache, TieredCache)](
 ) -> tuple[C, Loaded]:
     """Adopts the blocks of a saved cache: whole prefixes, the least recently released first.
 
-    Sizes, tiers, policy, devices and the numbers of `names` may differ from the saved cache, but layout and model may
-    not. A smaller cache takes the most recently released blocks. Times to live restart. Blocks already in the cache
-    count as released earlier. `load` makes no events: `kvjax.events.snapshot` describes the contents afterwards.
+    Sizes, tiers, policy, devices and the numbers of `names` may differ from the saved cache. Layout and model must be
+    the same. A smaller cache takes the most recently released blocks. Times to live start again. Blocks already in the
+    cache count as released earlier. `load` makes no events: `kvjax.events.snapshot` describes the contents afterwards.
 
     Args:
       cache: usually an empty cache. It is donated: continue with the returned cache.
@@ -189,8 +190,8 @@ def load[C: (Cache, TieredCache)](
       The cache, and the numbers of adopted, skipped and broken blocks.
 
     Raises:
-      ValueError: naming the argument, before the cache is touched. The folder may be no save, have a broken manifest or
-        index, or belong to another version of kvjax. The layout or the model may differ.
+      ValueError: naming the argument, before the cache is touched: if the folder has no save, a save of another version
+        of kvjax, or a broken manifest or index, or if the layout or the model differs.
       FailedTransfer: if a move between the tiers fails. The error has the cache to continue with.
     """
     pools_of(cache)
@@ -225,7 +226,7 @@ def _opened(
         except (OSError, ValueError, MemoryError) as error:
             if read_manifest(folder)["name"] == save["name"]:
                 raise broken(path, f"contents that cannot be read ({error})") from error
-            # Else another save has replaced these files in the meantime: read the new manifest.
+            # Otherwise another save has replaced these files in the meantime. Read the new manifest.
 
 
 def _read_index(path: pathlib.Path, save: Mapping[str, Any], spec: CacheSpec) -> Contents:

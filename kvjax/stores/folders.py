@@ -14,7 +14,7 @@ from kvjax._files import create
 def locked(argument: str, folder: pathlib.Path, name: str, wanted: str = "a folder without a writer") -> IO[bytes]:
     """Locks a folder, and returns the lock as an open file.
 
-    Closing it, or the end of the process, lets another writer in.
+    When you close it, or the process ends, another writer may lock the folder.
 
     Args:
       argument: the folder's name in errors.

@@ -63,7 +63,7 @@ class Location:
         return result.value if result.state == "value" else None
 
     def protect(self, name: str) -> None:
-        """Hides a written value and its folder from other users, since tensorstore creates them with the umask's modes.
+        """Hides a written value and its folder from other users, since tensorstore creates both with the umask's modes.
 
         Until then the mode of the store's own folder keeps other users out.
         """
@@ -73,7 +73,7 @@ class Location:
             protect(path)
 
     def close(self) -> None:
-        """Lets another writer in."""
+        """Closes the location, so another writer may open it."""
         if self._lock is not None:
             self._lock.close()
 
@@ -108,6 +108,6 @@ def _locked(folder: pathlib.Path) -> IO[bytes]:
     lock = locked("location", folder, LOCK, "one without a writer, or readonly=True")
     protect(folder)
     for path in folder.rglob("*.__lock"):
-        with contextlib.suppress(OSError):  # a folder of this name is no lock
+        with contextlib.suppress(OSError):  # a folder of this name is not a lock
             path.unlink()
     return lock

@@ -7,9 +7,9 @@
     <name>.values    a value of each block and group (`values.py`): all of the first group, then of the next group
     save.lock        held by the process that saves
 
-A file missing from the manifest is not part of the save. A save writes files with a new name, then replaces the
-manifest, which makes these files the save at a single moment, then deletes the older files. A process killed in between
-leaves the old save or the new save.
+A file missing from the manifest is not part of the save. A save writes files under a new name, replaces the manifest,
+and then deletes the older files. Replacing the manifest is atomic, so a process that is killed leaves either the old
+save or the new save.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def new_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def commit_manifest(folder: pathlib.Path, save: dict[str, Any]) -> None:
-    """Makes the written files the save of the folder, at a single moment."""
+    """Makes the written files the folder's save, atomically."""
     manifest = {"format": _FORMAT, "version": VERSION, "crc32": zlib.crc32(_dumped(save)), "save": save}
     sync(folder)
     temporary = folder / _TEMPORARY

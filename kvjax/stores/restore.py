@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores a saved cache's blocks: chooses blocks, orders them, and adopts them chain by chain."""
+"""Restores the blocks of a saved cache: chooses and orders them, and adopts them chain by chain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Loaded(NamedTuple):
 
     Attributes:
       taken: blocks now in the cache.
-      left: blocks without space in the cache, or without their LoRA in this process.
+      left: blocks that did not fit into the cache, or whose LoRA this process lacks.
       broken: blocks whose bytes differ from the save, and their descendants.
     """
 
@@ -74,7 +74,7 @@ class Saved:
 
 
 def restore(cache: AnyCache, saved: Saved, namespaces: Mapping[int, int], now: np.ndarray) -> tuple[AnyCache, Loaded]:
-    """Adopts the blocks of a save in the numbered namespaces, chain by chain. Donates the cache."""
+    """Adopts the blocks of a save in the namespaces with a number, chain by chain. Donates the cache."""
     contents = saved.contents
     state = jax.device_get(cache.state)
     wanted = _chosen(contents, namespaces, state)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of blocks between a cache and the host, a few blocks at a time. No pool is copied."""
+"""Moves the bytes of blocks between a cache and the host, a few blocks at a time. No pool is copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.stores.layout import leaves_of
 
 MAX_BLOCKS = 64  # blocks of a large program
 FEW = 8  # blocks of a small program
-_PIECE_BYTES = 16 << 20  # larger pieces leave the processor's caches, and need new memory each
+_PIECE_BYTES = 16 << 20  # larger pieces do not fit into the processor's caches, and each needs new memory
 
 
 def most_blocks(spec: CacheSpec, group_index: int) -> int:
@@ -96,7 +96,7 @@ def write(
         for leaf_index, leaf in enumerate(leaves):
             words = _aligned((len(index), *leaf.shape), leaf.word)
             words[len(piece) :] = 0
-            # Copied block by block: a single list of them would be copied twice.
+            # Copied block by block, because a list of all blocks would be copied twice.
             for row, block in enumerate(blocks[first : first + max_blocks]):
                 words[row] = block[leaf_index]
             arrays.append(words.view(leaf.dtype))
@@ -105,7 +105,7 @@ def write(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """New memory that begins at a multiple of 64 bytes: jax's CPU backend uses it directly, but copies any other."""
+    """New memory at a multiple of 64 bytes, which jax's CPU backend uses without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 64, np.uint8)
     start = -memory.ctypes.data % 64

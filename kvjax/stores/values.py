@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a stored block: the K/V that a group has of it are a value, under a name.
+"""The format of a stored block: a value, with a name, for the block's K/V in each group.
 
     name    <layout>-<group>-<bytes>/<hash>      16 hexadecimal digits, two numbers, 32 hexadecimal digits
     value   magic, version, group; hashes of the layout, of the parent and of the block
@@ -9,7 +9,7 @@
 
 The name contains everything on which the bytes depend. <layout> covers the version of this format, the dtype of the K/V
 and the rest of `layout_of`. <hash> covers the model and the version of its weights, the salt, the name of the LoRA and
-all tokens (`blocks/hashes.py`). A hash is not trusted: a value counts only if all fields before its words are as
+all tokens (`blocks/hashes.py`). A hash is not trusted: a value is valid only if all fields before its words are as
 expected.
 
 `DiskStore` writes each value separately. `save` writes them in a single file: all values of a group have the same size.
@@ -81,7 +81,7 @@ class Values:
         return f"{self._folders[group_index]}/{block.hash.hex()}"
 
     def block(self, parent: bytes, text: bytes) -> Block:
-        """The block with this text after a prefix."""
+        """Makes the block with this text, whose parent has the hash `parent`."""
         return Block(parent, chain_hash(self._hasher, parent, self._counted(text)), text)
 
     def blocks(self, root: bytes, prompt: Text) -> list[Block]:
@@ -137,7 +137,7 @@ class Values:
         return b"".join(fields) + self._counted(block.text).ljust(text_size, b"\0")
 
     def _counted(self, text: bytes) -> bytes:
-        """A text after its number of tokens."""
+        """A text with its number of tokens in front."""
         return struct.pack("<I", self._num_tokens(text)) + text
 
     def _num_tokens(self, text: bytes) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial's model of its cache, in plain Python: the text of each row, the pins, and the contents of every slot.
+"""The expected cache of a trial, in plain Python: the text of each row, the pins, and the contents of every slot.
 
 It also makes the arguments of a verb from a request, which depend on the model.
 """
@@ -21,7 +21,7 @@ from kvjax.events.transfer import Transfer
 from kvjax.spec import CacheSpec
 from kvjax.state import LOST, NO_BLOCK, CacheState
 
-NOTHING = -1  # in a slot never written, or whose move failed
+NOTHING = -1  # in a slot that was never written, or lost in a failed move
 MAX_TOKENS = 6  # added to a row by an `extend`
 Item = tuple[int, int]  # a token and its extra id
 Fields = dict[str, Any]  # the fields of a request
@@ -47,7 +47,7 @@ class Row:
 class Expected:
     """The expected cache after the successful requests.
 
-    K/V depend on all tokens up to their own, so an id of K/V stands for each (namespace, path).
+    The K/V of a token depend on all tokens before it, so each (namespace, path) has its own id of K/V.
     """
 
     def __init__(self, spec: CacheSpec):
@@ -72,7 +72,7 @@ class Expected:
         return new
 
     def items(self, path: Sequence[Any]) -> list[Item]:
-        """The items of a path in the mirror."""
+        """Converts a path of the mirror to items."""
         return list(path) if self.spec.extra_ids else [(token, 0) for token in path]
 
     def kv_ids(self, namespace: int, items: Sequence[Item]) -> list[int]:
@@ -166,9 +166,9 @@ def adopt(
     events: Sequence[Events],
     cut: Mapping[int, int],
 ) -> None:
-    """Updates the expected cache after a composite: bytes are moved and copied, then the tokens are written.
+    """Updates the expected cache after a composite of verbs: moves and copies bytes, then writes the tokens.
 
-    The state after is sound.
+    `after` must be sound.
 
     Args:
       expected: the model to update.
@@ -220,7 +220,7 @@ def adopt(
 def _starts(
     old: Mapping[int, Row], row: Row, seq: int = -1, before: CacheState | None = None, after: CacheState | None = None
 ) -> Iterator[int]:
-    """The tokens of a text known to rows before: to the row itself, or to the possible sources of a fork."""
+    """The tokens of a text that rows had before: the row itself, or a possible source of a fork."""
     former = old.get(seq)
     if former and former.namespace == row.namespace:
         common = _common(former.items, row.items)

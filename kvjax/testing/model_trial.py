@@ -398,9 +398,14 @@ def _small(spec: CacheSpec, columns: int) -> CacheSpec:
     """A small cache for the same layers."""
     groups = [dataclasses.replace(group, num_blocks=ROWS * columns, num_host_blocks=0) for group in spec.groups]
     return dataclasses.replace(
-        spec, groups=tuple(groups), block_size=BLOCK_SIZE, max_seqs=ROWS, max_blocks_per_seq=columns, extra_ids=False,
+        spec,
+        groups=tuple(groups),
+        block_size=BLOCK_SIZE,
+        max_seqs=ROWS,
+        max_blocks_per_seq=columns,
+        extra_ids=False,
         retention=False,
-    )  # fmt: skip
+    )
 
 
 def _poison(array: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a cache on trial (`Trial`): their form, endless random requests, and a Hypothesis strategy."""
+"""Requests to a cache on trial (`Trial`): their format, endless random requests, and a Hypothesis strategy."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class Draws:
       num_namespaces: number of tenants.
       rng: numpy's generator.
       documents: i32[3, max_length + 1]; texts with which prompts begin.
-      used: the rows in use, guessed from the requests alone.
-      aim: the share of suitable rows.
+      used: the rows in use, guessed only from the requests.
+      aim: the share of requests that name a suitable row.
     """
 
     aim = 0.9

@@ -99,7 +99,7 @@ def _request(verb: str, **fields: SearchStrategy[Any]) -> SearchStrategy[Fields]
 
 
 def _rows(spec: CacheSpec) -> SearchStrategy[int]:
-    """A row, or S, an unknown row."""
+    """Draws a row of the cache, or S, which is not a row."""
     return st.integers(0, spec.max_seqs)
 
 

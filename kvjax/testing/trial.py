@@ -48,13 +48,13 @@ VERBS = (
     swap_in,
     complete,
 )
-# With these verbs, several rows are several transitions, one after the other.
+# In a call of these verbs, the rows are separate transitions, in order.
 ROW_BY_ROW = ("admit", "fork", "truncate", "release", "swap_out", "swap_in")
 
 
 @functools.cache
 def jitted_verbs() -> dict[str, Callable[..., Any]]:
-    """The verbs by name, jitted for short compile times rather than speed."""
+    """The verbs by name, jitted for fast compilation rather than fast execution."""
     quick = {"xla_backend_optimization_level": 0}
     return {
         verb.__name__: jax.jit(verb, static_argnames=static_options(verb), compiler_options=quick) for verb in VERBS
@@ -62,15 +62,15 @@ def jitted_verbs() -> dict[str, Callable[..., Any]]:
 
 
 class Trial:
-    """A cache with a verification after each request.
+    """A cache that is verified after each request.
 
-    In plain Python it also has the text of each row and the K/V in each slot of the pools of both tiers (`Expected`). A
-    trial fails if a row would read other K/V than its own, if a findable block does not hold its tokens' K/V, or if a
-    block has other holders than rows and pins.
+    In plain Python it also tracks the text of each row and the K/V in each slot of the pools of both tiers
+    (`Expected`). A trial fails if a row would read the K/V of another text, if a findable block does not hold its
+    tokens' K/V, or if a block has holders other than rows and pins.
 
     Attributes:
       state: the cache.
-      mirror: the index, from the events alone.
+      mirror: the index, built only from the events.
       tally: counts of successful requests by verb ("admit"), statuses ("NO_BLOCKS") and events ("removed").
     """
 
@@ -146,18 +146,18 @@ class Trial:
 
             trial.apply(jax.jit(step), 0, tokens, 5)
 
-        The rules: The state is sound. The events, folded in their order, give its index, and remove no block before its
-        children. A refused composite has changed nothing. Every row and every findable block holds the right K/V, after
-        the ordered moves and copies, and after the new tokens were written. A token is new if neither the row itself
-        had it before, nor the possible source of a fork. With admissions, tokens after the lowest reported number of
-        cached tokens are new. Blocks not held by rows count as pinned.
+        It verifies these rules. The state is sound. The events, folded in order, give its index, and remove no block
+        before its children. A refused composite has changed nothing. Every row and every findable block holds the right
+        K/V, after the ordered moves and copies, and after the new tokens were written. A token is new if neither the
+        row itself nor a possible source of a fork had it before. With admissions, tokens after the lowest reported
+        number of cached tokens are new. Blocks that no row holds count as pinned.
 
         Args:
           fn: from `(state, *args)` to `(state, events)`, jitted or not. The events are an `Events`, or several in their
             order, in a list, tuple or dict. Events stacked by `scan` stand for its steps.
           args: arguments of `fn`.
-          partial: whether `fn` may be done in part. By default nothing may have changed if any status is not OK. With
-            `partial`, nothing may have changed if no status is OK.
+          partial: whether `fn` may do a part of its work. By default nothing may have changed unless all statuses are
+            OK. With `partial`, nothing may have changed unless some status is OK.
           cut: {row: remaining tokens} of rows cut back by `truncate`, so the same tokens are new again.
           prompts: all prompts that `fn` computes. With them, a stored text must be the beginning of a prompt, or go on
             after a whole prompt. A prompt committed from its start after a hit is neither.
@@ -258,7 +258,7 @@ class Trial:
             assert np.array_equal(group.blocks.refcount, counts), "a block has other holders than rows and pins"
 
     def sound(self) -> None:
-        """Verifies the state by itself. Override it in a more lenient subclass."""
+        """Verifies the invariants of the state. Override it in a more lenient subclass."""
         check(self.state)
 
     def _fits(self, arguments: dict[str, Any]) -> bool:

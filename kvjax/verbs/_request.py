@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry and exit of every verb: checks arguments against the spec, and assembles events."""
+"""The beginning and the end of every verb: checks of its arguments against the spec, and its events."""
 
 from __future__ import annotations
 
@@ -157,8 +157,9 @@ def all_or_nothing(
 ) -> tuple[CacheState, *tuple[list[Any], ...]]:
     """Selects the state after and its reports (lists of records or of moves) if ok bool[], else the state before.
 
-    A failing group changes nothing, but groups before it may have changed. This needs several groups and a host
-    tier, where fewer blocks can leave than are cached. Only then does the selection cost a pass over the state.
+    A group that fails changes nothing, but groups before it may have changed. This can happen only with several groups
+    and a host tier, because then fewer blocks can leave than are cached. Only such a cache pays for the selection, with
+    a pass over the state.
     """
     if not before.spec.has_host or len(before.groups) == 1:
         return after, *reports
@@ -166,14 +167,14 @@ def all_or_nothing(
 
 
 def put_taken(state: CacheState, group_index: int, taken: Taken) -> tuple[CacheState, list[Records]]:
-    """Puts a group back after blocks of it were taken. Also returns records, removed, of all groups."""
+    """Puts a group back into the state after blocks of it were taken. Also returns records, removed, of all groups."""
     return forget_all(replace_group(state, group_index, taken.group), group_index, taken.removed)
 
 
 def conclude(
     before: CacheState, after: CacheState, status: jax.Array, taken: Sequence[Taken], removed: Sequence[Records]
 ) -> tuple[CacheState, Events]:
-    """Returns the state after, with the events of the taken blocks, if status i32[] is OK; else the state before."""
+    """Returns the new state, with the events of the taken blocks, if status i32[] is OK, and else the old state."""
     ok = status == Status.OK
     state = either(ok, after, before)
     return state, assemble(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`admit` gives a row a prompt and its cached prefix; `lookup` only finds the prefix.
 
-`admit_row` works in four steps: decide by reading alone, take the blocks, place the copy, fill the tables.
+`admit_row` works in four steps: it decides without writing, takes the blocks, places the copy, and fills the tables.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def admit(
     last token is always computed, because you need its logits. Nothing becomes findable before `commit`.
 
     With a leading axis R, `admit` admits R sequences in row order, each all or nothing. The result equals R calls in
-    this order with one difference: the source of a copy stays held until the call ends. A later row that needs this
-    block gets NO_BLOCKS. Admit it by another call.
+    this order, with one difference: the source of a copy stays held until the call ends. A later row that would have to
+    evict this block gets NO_BLOCKS. Admit this row in another call.
 
     Args:
       state: the cache.
@@ -176,7 +176,7 @@ class GroupHits(Pytree):
     source: jax.Array  # i32[]; the block to copy further tokens from, or NO_BLOCK
     idle: jax.Array  # bool[]; whether the source is on the device without a holder
     free: jax.Array  # i32[]; available blocks less the cached hits and the hits that have to come from the host
-    fixed: jax.Array  # bool[]; whether a hit on the host cannot move, since an earlier row of the call copies from it
+    fixed: jax.Array  # bool[]; whether a hit on the host must stay, since an earlier row of the call copies from it
 
 
 class Decision(Pytree):
@@ -211,9 +211,9 @@ def admit_row(
 ) -> tuple[CacheState, Events, jax.Array]:
     """Admits a row. `match` is the result of `find` in this state, on these tiers.
 
-    `width`, static, is the least length of the list of blocks to take, so a program with other such lists compiles
-    the code once. Also returns the sources of the copies, i32[G], NO_BLOCK for none. They stay held
-    (`hold_source`) until the caller releases them (`release_sources`) after the last row of the call: no later row
+    `width`, static, is the minimum length of the list of blocks to take. If all such lists of a program have equal
+    lengths, XLA compiles their code once. Also returns the sources of the copies, i32[G], NO_BLOCK for none. They stay
+    held (`hold_source`) until the caller releases them (`release_sources`) after the last row of the call: no later row
     evicts, moves, empties or overwrites them before the copies are made.
     """
     spec = state.spec
@@ -290,7 +290,7 @@ def release_sources(state: CacheState, sources: jax.Array) -> CacheState:
 def _decide(
     state: CacheState, seq: jax.Array, prompt: Prompt, match: Match, reserve_tokens: int | None
 ) -> tuple[CacheState, Decision]:
-    """Decides by reading alone. A `fence` around the returned state keeps later writes after these reads."""
+    """Decides without writing. A `fence` around the returned state keeps later writes after these reads."""
     spec = state.spec
     block_size = state.spec.block_size
     column = np.arange(match.blocks.shape[0], dtype=np.int32)
@@ -304,7 +304,7 @@ def _decide(
         group_hits = [_find(group, group_spec, blocks, source, cached, block_size) for group, group_spec in pairs]
         return target, -(-target // block_size) - num_whole, group_hits
 
-    # The source of a copy is evicted last: only if its space is needed, and then only whole blocks are reused.
+    # The source of a copy is evicted last, only if its space is needed. The row then reuses only whole blocks.
     _, need, group_hits = plan(match.num_blocks, match.shared)
     fits = [need + hits.idle.astype(jnp.int32) <= hits.free for hits in group_hits]
     spared = functools.reduce(jnp.logical_and, fits)

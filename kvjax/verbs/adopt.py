@@ -70,12 +70,12 @@ def adopt(
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
-    """Reserves blocks for the uncached part of a prefix whose K/V you have outside.
+    """Reserves blocks for the uncached part of a prefix whose K/V you have outside of the cache.
 
     Cached blocks of the prefix are pinned. This does not count as a hit. The first group reserves
     blocks for the rest, up to the first block missing in `have`. Each window group reserves a block for every
     column of this prefix in `have` where it has none. The prefix also ends before a block on the move, a block on a
-    tier missing in `tiers`, and a key of other contents.
+    tier missing in `tiers`, and a key that belongs to other contents.
 
     The call reserves all blocks or none. Always call `finish_adoption` afterwards, even if no data arrived.
 
@@ -87,8 +87,8 @@ def adopt(
       namespace: i32[]; see `Namespaces`.
       extra_ids: i32[T]; extra ids of the tokens, if the spec has them.
       requested_priority: i32[F, 2]; the priority and time to live (ms, -1 for ever) of each block, if the spec has
-        retention. A priority of -1 is the default, and so is -1 alone for all blocks.
-      hits: i32[F], or i32[] for all blocks; earlier uses of each block, merges with equal blocks included.
+        retention. A priority of -1 means the default, and a single -1 means the default for all blocks.
+      hits: i32[F], or i32[] for all blocks; earlier uses of each block, including merges with equal blocks.
       now: i32[]; the time in ms.
       tiers: static; see `admit`.
 
@@ -151,7 +151,7 @@ def adopt(
 
 
 def _decide(state: CacheState, prompt: Prompt, have: jax.Array, tiers: tuple[str, ...]) -> tuple[CacheState, _Decision]:
-    """Decides by reading alone. A `fence` around the returned state keeps later writes after these reads."""
+    """Decides without writing. A `fence` around the returned state keeps later writes after these reads."""
     group = state.groups[0]
     block_size = state.spec.block_size
     column = jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32)
@@ -260,7 +260,7 @@ def _assign(
 
 
 def _reserve(group: Group, ids: jax.Array) -> Group:
-    """Marks blocks ids i32[F], NO_BLOCK for none, as reserved; `finish_adoption` knows them by the clock's stamp."""
+    """Marks blocks ids i32[F], NO_BLOCK for none, as reserved. `finish_adoption` recognises them by the clock."""
     blocks = group.blocks
     where = ids >= 0
     released = put(blocks.released, ids, blocks.clock, where)
@@ -285,7 +285,7 @@ def _write(group: Group, ids: jax.Array, node: jax.Array, prompt: Prompt, reques
 def finish_adoption(
     state: CacheState, adopted: Adopted, arrived: ArrayLike, *, now: ArrayLike = 0
 ) -> tuple[CacheState, Events]:
-    """Makes the reserved blocks findable whose K/V have arrived, and releases all blocks held by `adopt`.
+    """Makes reserved blocks findable if their K/V have arrived, and releases all blocks held by `adopt`.
 
     A block after a missing block is dropped and becomes empty. If another verb has published the same contents since
     `adopt`, the published block stays and the reserved block is dropped. Nothing becomes findable after a block that
@@ -337,7 +337,7 @@ def finish_adoption(
         (window_group,) = fence(window_group)  # the policy has read the refcounts that are written below
         groups.append(_release(state, window_group, group_index, window_reserved[::-1], ok, now))
         records.append(stored)
-    # Children before their parents, then reserved blocks without data and pinned blocks that were lost.
+    # Releases children before their parents, then reserved blocks without data and pinned blocks that were lost.
     rest = [jnp.where(ids == node, NO_BLOCK, ids) for ids in (reserved, adopted.pinned)]
     groups[0] = _release(state, group, 0, jnp.concatenate([part[::-1] for part in (node, *rest)]), ok, now)
     state = state.replace(groups=tuple(groups))

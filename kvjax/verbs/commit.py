@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import count, fence, loop, pick, put, rank, repeated
-from kvjax.blocks import windows
+from kvjax.blocks import holes, windows
 from kvjax.blocks.dedup import Filled, resolve
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
@@ -38,8 +38,8 @@ def commit(
     """Records that the K/V of these tokens are now written, and publishes the filled blocks.
 
     If a filled block's contents are cached already, the row takes the cached block and its own becomes empty. If
-    several rows fill equal blocks in a call, the first row's block stays. A row releases blocks that its next token
-    cannot see through a window.
+    several rows fill equal blocks in a call, the first row's block stays. With a window, a row releases the blocks that
+    its next token cannot see.
 
     Args:
       state: the cache.
@@ -51,7 +51,7 @@ def commit(
 
     Returns:
       The cache, and events with E = R F records a group for rows filling up to F blocks: stored. With a host tier there
-      are as many updated records, for host blocks replaced by equal blocks on the device. Status BAD_REQUEST for a row
+      are as many updated records, for host blocks that equal blocks on the device replace. Status BAD_REQUEST for a row
       that has too few reserved tokens, is swapped out or is named twice, and for a negative token. The other rows are
       committed.
 
@@ -80,7 +80,7 @@ def commit(
 
 
 def is_refused(state: CacheState, tokens: jax.Array, num_tokens: jax.Array, seqs: jax.Array | None) -> jax.Array:
-    """bool[R]; the rows for which `commit` answers BAD_REQUEST, to skip their computation."""
+    """bool[R]; the rows that `commit` would refuse with BAD_REQUEST, so you can skip their computation."""
     return _checked_rows(state, seqs, tokens, num_tokens)[2]
 
 
@@ -134,7 +134,7 @@ def store(state: CacheState, chunk: Chunk) -> CacheState:
 
 
 def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax.Array) -> WriteResult:
-    """Publishes the blocks ending in stored spans, in every group, `width` in a pass, then moves the windows on."""
+    """Publishes the blocks that end in stored spans, in every group, `width` in a pass, then moves the windows."""
     block_size = state.spec.block_size
     max_filled = [-(-span.max_tokens // block_size) for span in spans]
     filled = [
@@ -142,6 +142,7 @@ def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax
         for span, span_max in zip(spans, max_filled, strict=True)
     ]
     all_filled = jax.tree.map(lambda *parts: jnp.concatenate(parts), *filled)
+    all_filled = holes.without_thinned(state.seqs, all_filled)
     state, stored, updated = publish_filled(state, all_filled, width, now, several=max(max_filled) > 1)
     for span in spans:
         state = slide(state, span, now)
@@ -149,7 +150,7 @@ def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax
 
 
 def slide(state: CacheState, span: Span, now: jax.Array) -> CacheState:
-    """Moves the windows of rows on over a stored span."""
+    """Moves the windows of rows forward over a stored span."""
     first, *window_groups = state.groups
     window_groups = [
         windows.slide(group, spec, *span, state.spec.block_size, now)
@@ -169,9 +170,9 @@ def pass_width(num_rows: int, max_tokens: int, block_size: int) -> int:
 def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array, *, several: bool) -> WriteResult:
     """Publishes newly filled blocks [K], or merges them with equal blocks, in every group.
 
-    The passes go over a packed list of these blocks, `width` at a time, so the cost follows their number alone. The
-    first group's `blocks.text` is up to date. `width` and `several` are static; `several` says whether a row can have
-    filled several blocks. Also returns K records, stored, of each group, and K records, updated, of each group
+    The passes go over a packed list of these blocks, `width` at a time, so the cost depends only on their number. The
+    first group's `blocks.text` must be up to date. `width` and `several` are static; `several` says whether a row can
+    have filled several blocks. Also returns K records, stored, of each group, and K records, updated, of each group
     with a host tier.
     """
     total = filled.row.shape[0]

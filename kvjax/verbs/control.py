@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explicit control: holding blocks against eviction, evicting chosen blocks, and starting afresh."""
+"""Verbs for explicit control: protect blocks from eviction, evict chosen blocks, and empty the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.verbs.init import init_group
 
 @on_state
 def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheState, Events]:
-    """Adds a holder to blocks to keep them cached whatever the rows do; save the list for `unpin`.
+    """Adds a holder to blocks, which keeps them cached until `unpin`, whatever the rows do. Save the list for `unpin`.
 
     Args:
       state: the cache.
@@ -99,7 +99,7 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
     ok = ~jnp.any(named & (~pinned | repeated(ids)))
     pins[group] = add(pins[group], ids, -1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
-    # As for a row's blocks, the last is released first; but children come before parents whatever the list's order.
+    # As with a row's blocks, the last is released first. Children come before parents, whatever the order of the list.
     metadata = chosen_group.blocks
     order = children_first(metadata, ids[::-1], (named & ok & (pick(metadata.fill, ids) > 0))[::-1])
     policy = windows.policy_of(state, group)
@@ -168,15 +168,17 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     held = jnp.any(doomed & (metadata.refcount > 0)) | jnp.any(named & (pick(metadata.refcount, ids) > 0))
     held = held | jnp.any(doomed & group.moving(group.ids))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
-    state, removed = _empty(state, doomed, max_removed, status == Status.OK)
+    state, removed = leave_index_with(state, doomed, max_removed, status == Status.OK)
     return state, assemble(state, status, removed=removed, shortfall=over)
 
 
-def _empty(state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array) -> tuple[CacheState, list[Records]]:
-    """Empties the first group's blocks doomed bool[B], at most `max_removed`, where ok bool[].
+def leave_index_with(
+    state: CacheState, doomed: jax.Array, max_removed: int, ok: jax.Array
+) -> tuple[CacheState, list[Records]]:
+    """Takes the first group's blocks doomed bool[B], at most `max_removed`, out of the index where ok bool[].
 
-    No doomed block is held or on the move, and all their findable descendants are doomed too. Also returns records,
-    removed.
+    Blocks without holders become empty. No doomed block is on the move, and all their findable descendants are doomed
+    too. Also returns records, removed.
     """
     group = state.groups[0]
     order = children_first(group.blocks, group.ids, doomed)[:max_removed]
@@ -190,7 +192,7 @@ def forget_namespaces(
 ) -> tuple[CacheState, Events]:
     """Empties the cached blocks of all namespaces except `keep`, for example after a model's weights have changed.
 
-    A block that a row or a pin holds stays findable in its namespace, so rows in flight end as they began. Call
+    A block that a row or a pin holds stays findable in its namespace, so running rows are not disturbed. Call
     `forget_namespaces` again when they are released. The window groups' blocks of the same prefixes are emptied too.
     The call costs a pass over all blocks for each level of the tree.
 
@@ -227,7 +229,7 @@ def forget_namespaces(
     doomed = forgotten & (metadata.refcount == 0)
     over = jnp.maximum(count(doomed) - max_removed, 0)
     status = first_failure((over > 0, Status.BAD_REQUEST), (moving, Status.HELD))
-    state, removed = _empty(state, doomed, max_removed, status == Status.OK)
+    state, removed = leave_index_with(state, doomed, max_removed, status == Status.OK)
     return state, assemble(state, status, removed=removed, shortfall=over)
 
 
@@ -235,9 +237,9 @@ def forget_namespaces(
 def reset(state: CacheState) -> tuple[CacheState, Events]:
     """Empties the whole cache. It is refused while a row or a pin holds a block.
 
-    Reset the cache when a model gets new weights, or its old K/V would be reused. Alternatively give each version of
-    the weights its own namespace. The policy forgets all blocks and keeps the rest of its state, such as learned
-    weights.
+    Reset the cache when a model gets new weights, because prompts would otherwise reuse K/V of the old weights.
+    Alternatively, give each version of the weights its own namespace. The policy forgets all blocks and keeps the rest
+    of its state, such as learned weights.
 
     Args:
       state: the cache.

@@ -39,17 +39,17 @@ def extend(
 ) -> tuple[CacheState, Events]:
     """Reserves blocks for the next tokens of every active row, or of none.
 
-    A row writes only into blocks of its own. If its last block is shared or findable, it gets a private copy. If all
-    holders of a block that is not findable are active, the last of them keeps the block. With `seqs` the cost follows R
-    instead of S.
+    A row writes only into blocks that no other row holds. If its last block is shared or findable, the row gets a
+    private copy. If all holders of a shared block are active and the block is not findable, the last of them keeps it.
+    With `seqs` the cost depends on R instead of S.
 
     Args:
       state: the cache.
       active: bool[R]; rows to grow.
       num_tokens: a static number for all rows, or i32[R].
       seqs: i32[R]; the rows, all different. Use -1 as padding, which must not be active. None means all S rows.
-      max_tokens: static; the largest number of tokens to reserve for a row. Give it if `num_tokens` is an array, even
-        an array of a single number, such as a traced number.
+      max_tokens: static; the largest number of tokens to reserve for a row. Required if `num_tokens` is an array, even
+        a traced scalar.
       now: i32[]; the time in ms.
       tiers: static; see `admit`.
 
@@ -120,7 +120,7 @@ class Growth(Pytree):
 
 
 def _metadata(state: CacheState, rows: jax.Array | None) -> Sequences:
-    """The metadata of rows i32[R]; None means all rows."""
+    """Reads the metadata of rows i32[R]; None means all rows."""
     return state.seqs if rows is None else pick(state.seqs, rows)
 
 

@@ -21,7 +21,7 @@ from kvjax.verbs._request import assemble, first_failure, scan_rows
 def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState, Events]:
     """Makes the free row `dst` share all blocks of row `src`; the first row to write into the last block copies it.
 
-    Several forks at once run in order, each all or nothing: you can fork a new row again in the same call.
+    Several forks in a call run in order, each all or nothing, so a later fork may use the new row of an earlier fork.
 
     Args:
       state: the cache.
@@ -111,7 +111,7 @@ def beam_step(
         table = pick(group.table, seqs)
         moved = pick(group.table, pick(seqs, parents))
         all_rows, table, moved = fence(group.table, table, moved)
-        # Tails before heads: the order in which blocks are freed.
+        # Blocks are freed from the tail of a row to its head.
         ids = table.T[::-1].reshape(-1)
         less = jnp.broadcast_to(1 - num_heirs, table.T.shape).reshape(-1)
         group = group.replace(table=put(all_rows, seqs, moved, ok))

@@ -34,12 +34,12 @@ def init(
 
     Args:
       spec: the shapes of the cache.
-      policy: static; the eviction policy. None is `lru()`. An equal policy reuses compiled programs.
+      policy: static; the eviction policy. None means `lru()`. Equal policies share compiled programs.
       num_blocks: i32[]; device blocks in use in every group except a bare first group, at most the spec's N. Pass
         {window: number} for a number for each window, as in `make_spec`. None uses all blocks. The number may be
         traced, so a single `vmap` covers caches of many sizes. A traced number above N or below the minimum of
-        `make_spec` counts as 0 blocks: every `admit` is NO_BLOCKS, and `check` and `stats` say "num_blocks out of
-        range".
+        `make_spec` counts as 0 blocks: every `admit` returns NO_BLOCKS, and `check` and `stats` report "num_blocks out
+        of range".
       policy_state: the initial state of the policy on both tiers, such as a learned score's weights, which is copied.
         None calls the policy's `init`.
 
@@ -72,6 +72,8 @@ def _init(spec: CacheSpec, policy: EvictionPolicy, sizes: list[jax.Array], polic
         seqs = seqs.replace(retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq + 1, 2), jnp.int32))
     if spec.has_host:
         seqs = seqs.replace(swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
+    if spec.thinning:
+        seqs = seqs.replace(holes=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq), jnp.bool_))
     return CacheState(tuple(groups), seqs, spec, policy)
 
 
@@ -123,7 +125,7 @@ def _none(*shape: int) -> jax.Array:
 
 
 def _init_blocks(num_ids: int, spec: CacheSpec) -> Blocks:
-    """Blocks without contents or holders."""
+    """Makes blocks without contents or holders."""
 
     def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_ids, *shape), dtype)

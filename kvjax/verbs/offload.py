@@ -40,9 +40,9 @@ from kvjax.verbs._request import assemble, checked_group, conclude, first_failur
 
 @on_state
 def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Moves cached blocks to the host whatever their priority: all of them, or none.
+    """Moves cached blocks to the host, even with a low priority: all of them, or none.
 
-    A full host removes blocks by its own policy to make room, but none of the incoming blocks.
+    If the host is full, its own policy chooses blocks to remove. It never removes the incoming blocks.
 
     Args:
       state: the cache.
@@ -121,8 +121,8 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     bad = jnp.any(named & (~on_host | repeated(ids) | ~has_parent))
     held = jnp.any(named & on_host & ((pick(before.refcount, ids) > 0) | chosen_group.moving(ids)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
-    # Ancestors on the device must not leave it to make room. They are released after the blocks, the nearest first:
-    # no block may have waited longer for its eviction than its children: see `control._prefixes_are_pinned`.
+    # Ancestors on the device must not leave it to make room. They are released after the blocks, the nearest first,
+    # because no block may have waited longer for its eviction than its children (`control._prefixes_are_pinned`).
     ready = named & on_host & (status == Status.OK)
     parents = put(jnp.zeros_like(coming), parent, True, ready & (parent >= 0) & ~pick(coming, parent), unique=False)
     ancestors = with_ancestors(chosen_group, parents, chosen_group.on_device(chosen_group.ids))
@@ -150,8 +150,8 @@ def watermark(
     """Empties device blocks ahead of time, so a loop that takes `empty` blocks evicts nothing.
 
     The policy's victims go to the host, or are removed if their priority is too low. If fewer blocks are cached than
-    have to leave, all cached blocks leave. No more blocks leave than the host can take after evicting its own victims:
-    the others stay findable on the device.
+    have to leave, all cached blocks leave. If the host cannot take all of them, even after it has evicted its own
+    victims, the others stay findable on the device.
 
     Args:
       state: the cache.
@@ -184,9 +184,9 @@ def complete(
     If moves failed, their blocks are removed with all descendants, on both tiers. Rows that hold a removed block have
     lost K/V and must be released; the lost contents are never stored.
 
-    To undo the transition instead, pass the state from before it with `ok` False, and go on with the returned state:
-    all blocks and rows are where they were. Only blocks in pool rows that a failed move may have overwritten are lost.
-    Undo a transition only before its copies are made and before anything else is written.
+    To undo the transition instead, pass the state from before it with `ok` False, and continue with the returned state,
+    in which all blocks and rows are where they were. Only blocks in pool rows that a failed move may have overwritten
+    are lost. Undo a transition only before its copies are made and before anything else is written.
 
     Args:
       state: the cache.
@@ -214,7 +214,7 @@ def complete(
         overwritten = pick(is_among(group.ids.size, transfer.target, undone), host.pool_row)
         overwritten = overwritten & ((group.blocks.refcount > 0) | (group.blocks.fill > 0))
         pending_transfer, current, undone = fence(host.pending_transfer, current, undone)
-        # A block whose move has failed stays on the move until it is empty, so that its row's writes are not stored.
+        # A block whose move has failed stays on the move until it is empty, so commits of its row do not publish it.
         pending_transfer = put(pending_transfer, ids, 0, current & ok, unique=False)
         host = host.replace(
             pending_transfer=jnp.where(overwritten, next_move(host), pending_transfer),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from kvjax._arrays import fence, pick
-from kvjax.blocks import index, windows
+from kvjax.blocks import holes, index, windows
 from kvjax.blocks.dedup import link, same_content
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.keys import prefix_keys, root_key
@@ -24,10 +24,10 @@ from kvjax.verbs._request import assemble, first_failure, scan_rows
 
 @on_state
 def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Frees a row: its findable blocks stay cached, with tails to be evicted before heads; the others become empty.
+    """Frees a row. Its findable blocks stay cached, and the others become empty. Tails will be evicted before heads.
 
     If a block is partly filled when its last holder releases it, it becomes findable with all its written tokens,
-    unless a cached block covers them. Several rows at once are released in order.
+    unless a cached block covers them. Several rows in a call are released in order.
 
     Args:
       state: the cache.
@@ -59,7 +59,7 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
     stored = []
     ok = row.exists & (row.length > 0)
     if state.spec.partial_reuse:
-        state, stored = store_tail(state, row, ok)
+        state, stored = store_tail(state, row, holes.unless_thinned(row.metadata, ok))
     groups = [
         give_back(group, windows.policy_of(state, group_index), table[::-1], (ok & (table >= 0))[::-1], now)
         for group_index, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))

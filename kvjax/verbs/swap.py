@@ -24,7 +24,7 @@ from kvjax.verbs.offload import take_unheld
 
 @on_state
 def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Moves the blocks that only this row holds to the host until `swap_in`, which frees their rows in the pool.
+    """Moves the blocks that only this row holds to the host until `swap_in`. This frees their pool rows on the device.
 
     Blocks with other holders stay on the device, and so do blocks with children that stay. You can only release a
     swapped-out row or swap it in. Several rows at once are swapped out in order, each all or nothing.
@@ -121,7 +121,7 @@ def _finish(
     removed: Sequence[Records],
     *causes: tuple[jax.Array, Status],
 ) -> tuple[CacheState, Events]:
-    """Returns the state after, with the row's new mark, unless a cause or a lack of blocks refuses the swap."""
+    """Returns the new state, with the row's new mark, unless a cause or a lack of blocks refuses the swap."""
     enough = functools.reduce(jnp.logical_and, [result.ok for result in taken])
     swapped = put(after.seqs.swapped_out, seq[None], out, jnp.ones((1,), jnp.bool_))
     after = after.replace(seqs=after.seqs.replace(swapped=swapped))

@@ -23,7 +23,7 @@ from kvjax.verbs._request import assemble, first_failure
 
 @on_state
 def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None) -> tuple[CacheState, Events]:
-    """Gives back reserved blocks beyond the committed tokens of rows, such as steps after a stop token.
+    """Gives back the reserved blocks beyond the committed tokens of rows, for example after a stop token.
 
     Blocks without a committed token become empty. Nothing else changes, and the policy is not called, because no cached
     block is involved.
@@ -31,7 +31,7 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
     Args:
       state: the cache.
       active: bool[S]; rows to trim.
-      max_tokens: static; the largest number of reserved tokens of a row, which the cost follows. None means no
+      max_tokens: static; the largest number of reserved tokens of a row, which determines the cost. None means no
         limit.
 
     Returns:
@@ -86,7 +86,7 @@ def cut(state: CacheState, length: jax.Array, max_tokens: int) -> CacheState:
 
 
 def _discard(group: Group, policy: EvictionPolicy, columns: jax.Array, where: jax.Array) -> Group:
-    """Empties the blocks in columns i32[S, F] of all rows, where bool[S, F]; they are private and not findable."""
+    """Empties the blocks in columns i32[S, F] of all rows, where bool[S, F]. They are private and not findable."""
     rows = np.arange(columns.shape[0], dtype=np.int32)[:, None]
     table, ids = fence(group.table, table_entry(group, rows, columns))
     table = put(table, (jnp.broadcast_to(rows, columns.shape), columns), NO_BLOCK, where)

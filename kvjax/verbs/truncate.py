@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
-from kvjax.blocks import windows
+from kvjax.blocks import holes, windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import forget_all, leave_index
 from kvjax.blocks.rows import Row, read_row, write_row
@@ -26,8 +26,8 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
     """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
 
     If the cut is inside a findable block that no other row holds and that has no findable children, the block leaves
-    the index. Any other findable block stays findable, and the row's next write copies it. Several rows at once are cut
-    in order, each all or nothing.
+    the index. Any other findable block stays findable, and the row's next write goes to a copy of it. Several rows in a
+    call are cut in order, each all or nothing.
 
     Args:
       state: the cache.
@@ -37,8 +37,8 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
 
     Returns:
       The cache, and events with E = 1 record a row and group: removed. Status BAD_REQUEST, also if a window would need
-      blocks that are no longer on the device. With recurrent layers you can cut off committed tokens only at the end of
-      a block, where a state is kept.
+      blocks that are no longer on the device, or if the cut is inside a block that `thin` took away. With recurrent
+      layers you can cut off committed tokens only at the end of a block, where a state is kept.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -58,7 +58,8 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
         return scan_rows(functools.partial(truncate, now=now), state, seq, length)
     row = read_row(state, seq)
     bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped_out
-    state, removed, ok = rewind(state, row, seq, length, ~bad, now)
+    ok = holes.unless_inside(row.metadata, length, state.spec.block_size, ~bad)
+    state, removed, ok = rewind(state, row, seq, length, ok, now)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), removed=removed)
 
 
@@ -95,4 +96,5 @@ def rewind(
     state, removed = forget_all(state.replace(groups=tuple(groups)), 0, left_index)
     retention = cut_off(row.metadata.retention, length, block_size)
     metadata = row.metadata.replace(length=length, committed=committed, retention=retention)
+    metadata = holes.cut_off(metadata, num_columns)
     return write_row(state, seq, ok, metadata, tables), removed, ok

@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels.by_token import blocks_by_token, token_rows
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 def how(implementation):
-    """Options that let an implementation run on this machine. Without a GPU kernels run as plain JAX."""
-    interpreted = implementation in pallas_kernels.PLATFORMS and jax.default_backend() != "gpu"
+    """Options to run an implementation on this machine. Without a GPU kernels run as plain JAX."""
+    interpreted = pallas_kernels.PLATFORMS.get(implementation) == "cuda" and jax.default_backend() != "gpu"
     return {"implementation": implementation, **({"interpret": True} if interpreted else {})}
 
 
-def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=None):
+def oracle(q, keys, values, first, *, scale, window=None, sink_tokens=0, soft_cap=None, sinks=None):
     """Attention in float64 of queries [C, Q, D] at positions first.. over keys and values [T, K, D]."""
     q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
     chunk, heads, _ = q.shape
@@ -28,7 +29,7 @@ def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=N
     if soft_cap is not None:
         score = soft_cap * np.tanh(score / soft_cap)
     distance = (first + np.arange(chunk))[:, None] - np.arange(length)[None]
-    seen = (distance >= 0) & (distance < (window or length + 1))
+    seen = (distance >= 0) & ((distance < (window or length + 1)) | (np.arange(length) < sink_tokens))
     score = np.where(seen[:, None], score, -np.inf)
     if sinks is not None:
         sink = np.broadcast_to(np.asarray(sinks, np.float64)[None, :, None], (chunk, heads, 1))
@@ -41,17 +42,18 @@ def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=N
 
 
 class Case:
-    """Rows of random K/V in random blocks of a pool that is NaN everywhere else.
+    """Rows of random K/V in random blocks of a pool. The pool is NaN everywhere else.
 
-    A pool `stored` as int8, which has no NaN, or float8_e4m3fn has scales, unless `scaled` is False; they are NaN
-    everywhere else. With `values` it has latents.
+    A pool `stored` as int8, which has no NaN, or as float8_e4m3fn has scales, unless `scaled` is False. They are NaN
+    everywhere else. With `values` it has latents. By default it is by head.
     """
 
     def __init__(
         self, lengths, *, kv_heads=2, group=2, width=16, block_size=4, dtype="float32", layers=2, seed=0, stored=None,
-        scaled=True, values=None,
+        scaled=True, values=None, layout="heads",
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
+        self.block_size = block_size
         self.lengths, self.group, self.layer, self.dtype = np.asarray(lengths), group, layers - 1, dtype
         max_blocks = -(-max(1, *lengths) // block_size) + 1
         num_blocks = len(lengths) * max_blocks + 3
@@ -77,16 +79,19 @@ class Case:
             pool[index], scales[index] = kv, scale
             self.kv.append(kv * scale[..., None] if scaled else kv)
         self.pool = jnp.asarray(pool, stored or dtype)
+        if layout == "tokens":
+            self.pool = blocks_by_token(self.pool, token_rows(kv_heads, width))
         self.scales = jnp.asarray(scales) if stored and scaled else None
         self.rng, self.heads, self.width, self.values = rng, kv_heads * group, width, values
 
-    def tables_for(self, window, counts=1):
-        """The block tables, without the blocks that none of a row's last tokens sees."""
-        if window is None:
+    def tables_for(self, options, counts=1):
+        """The block tables, without the blocks that none of a row's last tokens sees; all with sink tokens."""
+        window = options.get("window")
+        if window is None or options.get("sink_tokens"):
             return jnp.asarray(self.tables)
-        left = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
+        first_block = np.maximum(self.lengths - counts - window + 1, 0) // self.block_size
         column = np.arange(self.tables.shape[1])
-        return jnp.asarray(np.where(column[None] < left[:, None], self.pool.shape[0] - 1, self.tables))
+        return jnp.asarray(np.where(column[None] < first_block[:, None], self.pool.shape[0] - 1, self.tables))
 
     def queries(self, *shape):
         return jnp.asarray(self.rng.standard_normal((*shape, self.heads, self.width)), self.dtype)
@@ -111,6 +116,7 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "scale": {"scale": 0.7},
     "all": {"window": 9, "soft_cap": 3.0, "sinks": True, "scale": 0.3},
+    "sink_tokens": {"window": 5, "sink_tokens": 3, "sinks": True},
 }
 
 
@@ -121,7 +127,7 @@ def options_for(case, name):
     return options
 
 
-_STATIC = "implementation", "scale", "window", "soft_cap", "values", "fixed_split"
+_STATIC = "implementation", "scale", "window", "sink_tokens", "soft_cap", "values", "fixed_split"
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -132,7 +138,7 @@ def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, s
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "max_count", "scale", "window", "soft_cap", "values"))
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "max_count"))
 def prefill(
     q, pool, layer, tables, lengths, starts, counts, implementation, max_count, scale, sinks=None, scales=None,
     **options,
@@ -147,7 +153,7 @@ def check_decode(case, implementation, *, fixed_split=False, **options):
     q = case.queries(len(case.lengths))
     options.setdefault("scale", case.width**-0.5)
     out, lse = decode(
-        q, case.pool, case.layer, case.tables_for(options.get("window")), jnp.asarray(case.lengths, jnp.int32),
+        q, case.pool, case.layer, case.tables_for(options), jnp.asarray(case.lengths, jnp.int32),
         implementation, scales=case.scales, values=case.values, fixed_split=fixed_split, **options,
     )  # fmt: skip
     assert out.dtype == q.dtype and out.shape == (*q.shape[:-1], case.values or case.width)
@@ -163,14 +169,14 @@ def check_decode(case, implementation, *, fixed_split=False, **options):
 
 
 def check_prefill(case, implementation, counts, *, gaps=0, max_count=None, **options):
-    """Checks prefill of rows' last tokens, packed one row after the other, with `gaps` tokens of padding after each."""
+    """Checks prefill of rows' last tokens, packed row by row, with `gaps` tokens of padding after each."""
     counts = np.asarray(counts)
     starts = np.cumsum(counts + gaps) - counts - gaps
     total = int(np.sum(counts + gaps)) + 3
     q = case.queries(total)
     options.setdefault("scale", case.width**-0.5)
     out, lse = prefill(
-        q, case.pool, case.layer, case.tables_for(options.get("window"), counts),
+        q, case.pool, case.layer, case.tables_for(options, counts),
         jnp.asarray(case.lengths, jnp.int32), jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32),
         implementation, max_count or int(max(counts)), scales=case.scales, values=case.values, **options,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels for a GPU on a machine that has none: `python -m tests.kernels.gpu_compile TARGET CASE [CASE ...]`.
+"""Compiles kernels for a GPU on a machine without a GPU: `python -m tests.kernels.gpu_compile TARGET CASE [CASE ...]`.
 
-Needs the packages of scripts/gpu_toolchain.sh on PYTHONPATH (.gpu-toolchain/<version of jaxlib>). A process has one
-target. Bad parameters can abort it, so each case's result is printed at once, as a line of JSON. It has ptxas's account
-of each kernel (registers, bytes of stack and spills), the number of asynchronous 16-byte copies, tensor copies and
-matrix products in its PTX, how many programs fit on a multiprocessor, what `gpu_sass` counts in its loop, the form that
-kernels were emitted in, and the program's collectives and temporaries.
+Needs the packages of scripts/gpu_toolchain.sh on PYTHONPATH (.gpu-toolchain/<version of jaxlib>). A process has a
+single target. Bad parameters can abort it, so each case's result is printed at once, as a line of JSON. It has ptxas's
+report on each kernel (registers, bytes of stack and spills), the number of asynchronous 16-byte copies, tensor copies
+and matrix products in its PTX, the number of programs which fit on a multiprocessor, the counts of `gpu_sass` in its
+loop, the form in which kernels were emitted, and the program's collectives and temporaries.
 """
 
 import functools
@@ -122,7 +122,7 @@ def append_quantised(dtype):
 
 
 def rope_append(dtype=None):
-    """Rotation and append of as many tokens, into a pool that is quantised if it has a dtype."""
+    """Rotation and append of tokens, into a pool which is quantised if `dtype` is given."""
     pool, *scales = (pool_of(),) if dtype is None else quantised(dtype)
     new, angles = [bf16(256, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)], [f32(256, 1, WIDTH // 2)] * 2
     return kernel("rope_append"), (*new, *angles, pool, i32(), i32(256), *scales), (5, *(8 for _ in scales))
@@ -184,7 +184,7 @@ def divided(model, cache, context: int = 1):
 
 
 def sharded_step(context: int = 1):
-    """The same step on a mesh; the metadata is not divided."""
+    """The same step on a mesh. The metadata is not divided."""
     step, (model, cache, tokens), donate = whole_step()
     cache, specs = divided(model, cache, context)
     return step, (model, cache, tokens), donate, (*specs, P())
@@ -278,7 +278,7 @@ GPUS: dict[str, dict[str, int]] = {"step_sharded": {"x": 4}, "step_context": {"x
 
 
 def on_gpus(target: str, gpus: dict[str, int], args, *specs):
-    """The arguments on a mesh of so many GPUs along each axis, divided by a prefix of specs if one is given; and it."""
+    """The arguments on a mesh of GPUs, divided by a prefix of specs if it is given, and the mesh."""
     layout = f"1x1x{math.prod(gpus.values())}"
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target][1], topology=layout)
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(*gpus.values(),), axis_names=(*gpus,))
@@ -290,14 +290,14 @@ def on_gpus(target: str, gpus: dict[str, int], args, *specs):
 
 
 def compile_for(mesh, function, args, donate, dump: str, **options):
-    """The lowered and the compiled program. XLA writes its dump to the folder `dump`; `options` are XLA's."""
+    """The lowered and the compiled program. XLA writes its dump to the folder `dump`, and `options` are XLA's."""
     with lowering_for("cuda"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     return lowered, lowered.compile({"xla_dump_to": dump, **options})
 
 
 def account(ptx: pathlib.Path, target: str, sizes: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, int]]:
-    """The account that ptxas gives of each Pallas kernel of a file, and what its loop is made of.
+    """ptxas's report on each Pallas kernel of a file, and the counts of its loop.
 
     `sizes` has the programs of each kernel, their threads, and their bytes of shared memory.
     """
@@ -331,21 +331,22 @@ def account(ptx: pathlib.Path, target: str, sizes: dict[str, tuple[int, int, int
 def launched(dump: pathlib.Path) -> dict[str, tuple[int, int, int]]:
     """The programs of each kernel of a dumped program, their threads, and their bytes of shared memory."""
     text = "".join(path.read_text() for path in dump.glob("*thunk_sequence.txt"))
-    found = re.findall(r"\] (\w+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)", text)
+    launches = re.findall(r"\] (\w+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)", text)
     return {
-        name: (*(math.prod(map(int, size.split(","))) for size in sizes), int(shared)) for name, *sizes, shared in found
+        name: (*(math.prod(map(int, size.split(","))) for size in sizes), int(shared))
+        for name, *sizes, shared in launches
     }
 
 
 def collectives(text: str) -> list[str]:
-    """The operations between GPUs of a compiled program, each with the part of the model that it belongs to."""
-    found = []
+    """The operations between GPUs of a compiled program, each with its part of the model."""
+    operations = []
     for line in text.splitlines():
         kind = re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(", line)
         if kind:
             where = re.search(r"layer\d+/\w+", line) or re.search(r'op_name="[^"]*"', line)
-            found.append(f"{kind[1]} in {where[0] if where else 'no place'}")
-    return found
+            operations.append(f"{kind[1]} in {where[0] if where else 'no place'}")
+    return operations
 
 
 def launches(text: str) -> dict[str, int]:
@@ -362,13 +363,13 @@ def launches(text: str) -> dict[str, int]:
 
 
 def layer_bytes(args) -> int:
-    """Bytes of one layer's weights, if a model is among the arguments. Its layers are equal, stacked or not."""
+    """Bytes of a layer's weights, if a model is among the arguments. Its layers are equal, stacked or not."""
     layers = [arg.layers for arg in args if isinstance(arg, Decoder)]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) // LAYERS
 
 
 def measure(target: str, case: str) -> dict[str, Any]:
-    """Compiles one case, and returns its measurements."""
+    """Compiles a case, and returns its measurements."""
     function, args, donate, *specs = CASES[case]()
     args, mesh = on_gpus(target, GPUS.get(case, {"x": 1}), args, *specs)
     with tempfile.TemporaryDirectory() as dump:
@@ -391,7 +392,7 @@ def measure(target: str, case: str) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Settings of a process that compiles for GPUs, made before anything else."""
+    """Settings to compile for GPUs. A process has to make them before anything else."""
     warnings.filterwarnings("ignore", message=".*[Tt]riton.*")
     # With dumps XLA's warnings have stack traces. llvm-symbolizer, if installed, takes seconds for each.
     os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes and floating-point operations of the kernels of a compiled program, from its optimised HLO.
 
-The bytes of a fusion are those of its operands and its result. An operand that the fusion only slices or gathers from
-counts as its slices. A Pallas kernel is a custom call, whose operands count whole, and what it updates in place not at
-all: it touches a small part of that. Nor do arrays of a pool count, of which only the caller knows what is touched.
+The bytes of a fusion are the bytes of its operands and its result. If the fusion only slices an operand or gathers from
+it, only the slices count. A Pallas kernel is a custom call, whose operands count whole. Arrays which it updates in
+place do not count, since it touches a small part of them. Arrays of a pool do not count either, since only the caller
+knows the part in use.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Instruction(NamedTuple):
     """An instruction.
 
     Attributes:
-      type: of its result, as HLO writes it; a tuple's in parentheses.
-      opcode: such as fusion.
-      operands: names; of a parameter its number.
+      type: type of its result, as HLO writes it. A tuple's is in parentheses.
+      opcode: its operation, for example fusion.
+      operands: names of its operands, or the number of a parameter.
       attributes: the rest of the line.
     """
 
@@ -37,12 +38,12 @@ class Instruction(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The least that a kernel has to do.
+    """The minimum work of a kernel.
 
     Attributes:
-      bytes: read and written.
-      flops: of matrix products.
-      reads_pool: whether an operand is an array of a pool that it does not update.
+      bytes: bytes read and written.
+      flops: operations of matrix products.
+      reads_pool: whether an operand is an array of a pool which it does not update.
     """
 
     bytes: int
@@ -51,7 +52,7 @@ class Cost(NamedTuple):
 
 
 def parse_instruction(line: str) -> tuple[str, Instruction] | None:
-    """The name and the instruction of a line; None of a line that has none."""
+    """The name and the instruction of a line, or None if it has no instruction."""
     if not (head := _HEAD.match(line)):
         return None
     kind, rest = _until(line[head.end() :], " ")
@@ -62,11 +63,11 @@ def parse_instruction(line: str) -> tuple[str, Instruction] | None:
 
 
 def _until(text: str, end: str) -> tuple[str, str]:
-    """The text before the first `end` that is outside parentheses, and what follows it."""
+    """The text before the first `end` outside of parentheses, and the text after it."""
     depth = 0
-    for number, letter in enumerate(text):
+    for position, letter in enumerate(text):
         if depth == 0 and letter == end:
-            return text[:number], text[number + 1 :]
+            return text[:position], text[position + 1 :]
         depth += {"(": 1, ")": -1}.get(letter, 0)
     return text, ""
 
@@ -87,7 +88,7 @@ def _dims(shape: str) -> list[int]:
 
 
 def _shape(kind: str) -> list[int]:
-    """The dimensions of the type of one array."""
+    """The dimensions in the type of an array."""
     ((_, shape),) = _ARRAY.findall(kind)
     return _dims(shape)
 
@@ -97,10 +98,10 @@ class Module:
 
     Args:
       hlo: its optimised HLO.
-      pools: bytes of the arrays that hold K/V or scales. Nothing else may have as many.
+      pools: bytes of the arrays with K/V or scales. Nothing else may have as many.
 
     Raises:
-      ValueError: if a name is that of two instructions.
+      ValueError: if two instructions have the same name.
     """
 
     def __init__(self, hlo: str, pools: Collection[int] = ()):
@@ -110,18 +111,18 @@ class Module:
             if line.endswith("{") and (head := re.match(r"(?:ENTRY )?%?([\w.-]+) \(", line)):
                 name = head[1]
                 self.computations[name] = {}
-            elif found := parse_instruction(line):
-                if found[0] in self.home:
-                    raise ValueError(f"two instructions are named {found[0]}")
-                self.computations[name][found[0]] = found[1]
-                self.home[found[0]] = name
+            elif parsed := parse_instruction(line):
+                if parsed[0] in self.home:
+                    raise ValueError(f"two instructions are named {parsed[0]}")
+                self.computations[name][parsed[0]] = parsed[1]
+                self.home[parsed[0]] = name
 
     def _of(self, name: str) -> Instruction:
         return self.computations[self.home[name]][name]
 
     @functools.cached_property
     def users(self) -> dict[str, list[str]]:
-        """The instructions that have each instruction as an operand."""
+        """Instructions by the name of each of their operands."""
         users: dict[str, list[str]] = {}
         for computation in self.computations.values():
             for name, instruction in computation.items():
@@ -130,17 +131,17 @@ class Module:
         return users
 
     def is_in(self, name: str, scope: str) -> bool:
-        """Whether an instruction was traced in a scope. One without a trace is where its results are used."""
+        """Whether an instruction was traced in a scope. An instruction without a trace belongs to its users' scope."""
         traced = re.search(r'op_name="([^"]+)"', self._of(name).attributes)
         if traced:
             return scope in traced[1]
         return any(self.is_in(user, scope) for user in self.users.get(name, []))
 
     def cost(self, name: str) -> Cost:
-        """The bytes and operations of an instruction that is a kernel or a copy.
+        """The bytes and operations of a kernel or a copy.
 
         Raises:
-          ValueError: for a custom call of a library, which may compute anything, and for a kernel of XLA's over a pool,
+          ValueError: for a custom call of a library, which may compute anything, and for a kernel of XLA over a pool,
             which may touch any part of it.
         """
         instruction = self._of(name)
@@ -154,9 +155,9 @@ class Module:
             return Cost(sum(map(array_bytes, [*operands, instruction.type])), flops)
         (called,) = re.findall(r"calls=%?([\w.-]+)", instruction.attributes)
         inside = self.computations[called]
-        parameters = {int(one.operands[0]): key for key, one in inside.items() if one.opcode == "parameter"}
-        read = sum(self._read_bytes(parameters[number]) for number in range(len(operands)))
-        flops = sum(self._product_flops(one) for one in inside.values() if one.opcode == "dot")
+        parameters = {int(x.operands[0]): key for key, x in inside.items() if x.opcode == "parameter"}
+        read = sum(self._read_bytes(parameters[operand_index]) for operand_index in range(len(operands)))
+        flops = sum(self._product_flops(instruction) for instruction in inside.values() if instruction.opcode == "dot")
         return Cost(read + array_bytes(instruction.type), flops)
 
     def _pallas_cost(self, call: Instruction) -> Cost:
@@ -164,16 +165,16 @@ class Module:
         if not target or target[1] not in PALLAS:
             raise ValueError(f"a custom call that is not understood: {call.attributes[:200]}")
         aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}, ", call.attributes)
-        in_place = {int(number) for number in re.findall(r"\((\d+),", aliases[1] if aliases else "")}
+        in_place = {int(operand_index) for operand_index in re.findall(r"\((\d+),", aliases[1] if aliases else "")}
         sizes = [array_bytes(self._of(operand).type) for operand in call.operands if operand in self.home]
-        read = [size for number, size in enumerate(sizes) if number not in in_place]
-        written = array_bytes(call.type) - sum(sizes[number] for number in in_place)
-        whole = [size for size in read if size not in self.pools]
-        return Cost(sum(whole) + written, reads_pool=len(whole) < len(read))
+        read = [size for operand_index, size in enumerate(sizes) if operand_index not in in_place]
+        written = array_bytes(call.type) - sum(sizes[operand_index] for operand_index in in_place)
+        not_pools = [size for size in read if size not in self.pools]
+        return Cost(sum(not_pools) + written, reads_pool=len(not_pools) < len(read))
 
     def _read_bytes(self, name: str) -> int:
-        """The bytes that a fusion reads of something inside it: all, or no more than its slices."""
-        whole, read = array_bytes(self._of(name).type), 0
+        """The bytes which a fusion reads of an array inside it: all, or no more than its slices."""
+        all_bytes, read = array_bytes(self._of(name).type), 0
         for user in self.users.get(name, []):
             instruction = self._of(user)
             if instruction.opcode in _SLICES and instruction.operands[0] == name:
@@ -181,10 +182,10 @@ class Module:
             elif instruction.opcode == "bitcast":
                 read += self._read_bytes(user)
             else:
-                return whole
-        return min(read, whole)
+                return all_bytes
+        return min(read, all_bytes)
 
     def _product_flops(self, product: Instruction) -> int:
         (axes,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", product.attributes)
-        left = _shape(self._of(product.operands[0]).type)
-        return 2 * math.prod(_shape(product.type)) * math.prod(left[axis] for axis in _dims(axes))
+        left_shape = _shape(self._of(product.operands[0]).type)
+        return 2 * math.prod(_shape(product.type)) * math.prod(left_shape[axis] for axis in _dims(axes))

@@ -2,10 +2,10 @@
 """Measures attention kernels without a GPU: `python -m tests.kernels.gpu_kernels [CASE ...]`.
 
 Prints a line for each kernel of the cases of `gpu_compile`, or with --json its measurements: registers and spills, the
-programs that fit on a multiprocessor at once, and the first of its loops with matrix products, which has no masks.
-`instructions_32kb` is what all warps run for 32 KB of K/V; `in_flight` how many groups of asynchronous copies go on
-while the loop waits for one. tests/data/gpu_budgets.json bounds them. Needs the packages of scripts/gpu_toolchain.sh on
-PYTHONPATH.
+programs which fit on a multiprocessor at once, and the first of its loops with matrix products, which has no masks.
+`instructions_32kb` counts the instructions of all warps for 32 KB of K/V, and `in_flight` the groups of asynchronous
+copies which go on while the loop waits for a group. tests/data/gpu_budgets.json bounds them. Needs the packages of
+scripts/gpu_toolchain.sh on PYTHONPATH.
 """
 
 import argparse
@@ -32,13 +32,13 @@ def main() -> None:
     for case in args.cases or names:
         if args.target != "h200" and case.startswith("mosaic"):
             continue
-        for kernel, found in measure(args.target, case)["kernels"].items():
-            if "loop_instructions" not in found:
+        for kernel, counts in measure(args.target, case)["kernels"].items():
+            if "loop_instructions" not in counts:
                 continue
             if args.json:
-                print(json.dumps({"case": case, "kernel": kernel, **found}), flush=True)
+                print(json.dumps({"case": case, "kernel": kernel, **counts}), flush=True)
             else:
-                cells = (f"{found.get(name, '-'):>{len(name.removeprefix('loop_'))}}" for name in SHOWN)
+                cells = (f"{counts.get(name, '-'):>{len(name.removeprefix('loop_'))}}" for name in SHOWN)
                 print(f"{case:28} {kernel:25}", *cells, flush=True)
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a GPU runs around the kernels, without a GPU: `python -m tests.kernels.gpu_programs [PROGRAM ...]`.
+"""Counts the kernels of whole programs on a GPU, without a GPU: `python -m tests.kernels.gpu_programs [PROGRAM ...]`.
 
-Prints a table of all programs or of those named, or with --json a line of JSON for each. Needs the packages of
-scripts/gpu_toolchain.sh on PYTHONPATH. `gpu_thunks.count` says what is counted. The parts of a decode loop are `block`,
-a block of steps without its steps, with the loop of blocks itself; `step`, one step without the model, with the loop of
-steps itself; `start`, all before and after the loop; and `model`. `block` and `step` include the stop of their loop.
-The scheduler's loop also has `mixed`, the additions of a mixed step with its model, and `seldom`, which releases,
-preempts and admits. A step of three layers has `middle`, the second of them.
+Prints a table of all programs or of the named programs, or with --json a line of JSON for each. Needs the packages of
+scripts/gpu_toolchain.sh on PYTHONPATH. `gpu_thunks.count` describes the counts. The parts of a decode loop are `block`,
+a block of steps without its steps, with the loop of blocks itself; `step`, a step without the model, with the loop of
+steps itself; `start`, everything before and after the loop; and `model`. `block` and `step` include the stop of their
+loop. The scheduler's loop also has `mixed`, the additions of a mixed step with its model, and `seldom`, which releases,
+preempts and admits. A step of three layers has `middle`, the second layer.
 
-tests/data/gpu_step_budgets.json has a budget for each count, by version of jaxlib, and the bars and aims that budgets
-are to come down to. --update writes the measured counts there. `rare` names loops that usually do not turn, by parts
-of their scopes.
+tests/data/gpu_step_budgets.json has a budget for each count, by version of jaxlib, and the bars and aims to which
+budgets should come down. --update writes the measured counts there. `rare` names loops which usually do not turn, by
+parts of their scopes.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def bookkeeping(tokens: int):
 
 
 def null_model(tokens, pools, view, *, last):
-    """A model of one kernel that takes all that a model takes and updates the pool, so that XLA drops nothing."""
+    """A model with a single kernel, which takes all of a model's inputs and updates the pool, so XLA drops nothing."""
     ((pool,),) = pools.arrays
     inputs = [tokens, last, *jax.tree.leaves(view), pool]
 
@@ -83,12 +83,12 @@ def null_model(tokens, pools, view, *, last):
         *_, logits, pool = refs
         logits[0, 0] = pool[0, 0, 0, 0, 0, 0].astype(jnp.float32) + tokens[0, 0].astype(jnp.float32)
 
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    any_memory = pl.BlockSpec(memory_space=pl.ANY)
     logits, pool = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct((len(last), VOCABULARY), jnp.float32), pool],
-        in_specs=[whole] * len(inputs),
-        out_specs=[whole] * 2,
+        in_specs=[any_memory] * len(inputs),
+        out_specs=[any_memory] * 2,
         input_output_aliases={len(inputs) - 1: 1},
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         name="null_model",
@@ -97,7 +97,7 @@ def null_model(tokens, pools, view, *, last):
 
 
 def in_scope(model, *args, **options):
-    """A model whose kernels have a scope that tells them from the loop's."""
+    """A model whose kernels have a scope, to tell them from the loop's."""
     with jax.named_scope("model"):
         return model(*args, **options)
 
@@ -123,7 +123,7 @@ def make_cache(layers, rows=ROWS, num_blocks=4096, **options):
 
 
 def block(k: int):
-    """One block of k steps around a model of one kernel."""
+    """A block of k steps around a model with a single kernel."""
     return loop(make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192), steps=k, k=k)
 
 
@@ -141,7 +141,7 @@ def sharded_loop():
 
 
 def scheduled(k: int = BLOCK):
-    """The loop of the scheduler around a model of one kernel: 128 rows, 256 requests."""
+    """The loop of the scheduler around a model with a single kernel: 128 rows, 256 requests."""
     cache = make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192)
     spec, scheduler = cache.state.spec, Scheduler(k=k, chunk=256, chunk_rows=4)
     serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, greedy=True))
@@ -167,12 +167,12 @@ def step(model, rows=ROWS, scope=True):
 
 
 def layer():
-    """A step of a decoder with one layer."""
+    """A step of a decoder with a single layer."""
     return step(small_llama((LAYER,)))
 
 
 def step_8b(rows):
-    """A step of so many rows with three layers of the shapes of Llama 3 8B. XLA makes other kernels of wider ones."""
+    """A step of `rows` rows with three layers in the shapes of Llama 3 8B. XLA makes other kernels of wider layers."""
     config = ModelConfig("llama", 128_256, 4096, 14_336, 32, (LAYER,) * 3)
     model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     return step(model, rows, scope=False)
@@ -205,7 +205,7 @@ def is_of_model(thunk: Thunk) -> bool:
 
 
 def loops_around_model(thunk: Thunk) -> list[Thunk]:
-    """The loops that the model is called in, from the outer to the inner."""
+    """The loops around the model, from the outer to the inner."""
     for part in thunk.parts.values():
         for inside in part:
             if is_of_model(inside):
@@ -221,7 +221,7 @@ def middle_layer(root: Thunk) -> list[Thunk]:
     XLA leaves some of its products without a name.
     """
     inside = [thunk for thunk in root if not thunk.parts]
-    named = [number for number, thunk in enumerate(inside) if "/layer1/" in thunk.op_name]
+    named = [index for index, thunk in enumerate(inside) if "/layer1/" in thunk.op_name]
     return inside[named[0] : named[-1] + 1] if named else []
 
 
@@ -260,7 +260,7 @@ def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
 
 
 def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
-    """Compiles one program for an H200, and returns its counts."""
+    """Compiles a program for an H200, and returns its counts."""
     make, buffers, gpus = PROGRAMS[name]
     function, args, donate, *specs = make()
     args, mesh = on_gpus("h200", {"x": gpus}, args, *specs)
@@ -275,10 +275,10 @@ class Budgets:
     """The file of budgets.
 
     Attributes:
-      rare: parts of the scopes of loops that usually do not turn.
+      rare: parts of the scopes of loops which usually do not turn.
       bars: {part: {count: {"bar": number, "aim": number}}}.
-      budgets: {jaxlib: {part: {count: number}}}; a part is a program and a part of it, such as "block_16 step".
-      jaxlib: the version whose budgets hold: the installed one, else the latest before it, else the first.
+      budgets: {jaxlib: {part: {count: number}}}. A part is a program with a part of it, for example "block_16 step".
+      jaxlib: the version whose budgets hold: the installed version, else the latest before it, else the first.
       exact: whether the installed version has budgets.
     """
 
@@ -296,23 +296,23 @@ class Budgets:
         return self.budgets.get(self.jaxlib, {}).get(part, {})
 
     def faults(self, part: str, counts: Mapping[str, int]) -> list[str]:
-        """Complaints about counts over their budget, and about budgets so loose that a gain could be lost unnoticed.
+        """Complaints about counts over their budget, and about budgets so loose as to hide a loss.
 
         With another version of jaxlib than the budgets', counts may differ by as much as budgets may be loose.
         """
         faults = []
         for what in HELD:
-            found, budget = counts.get(what, 0), self.of(part).get(what)
+            counted, budget = counts.get(what, 0), self.of(part).get(what)
             if budget is None:
-                faults.append(f"{part}: {found} {what}, and no budget")
-            elif found > budget + (0 if self.exact else _slack(budget)):
-                faults.append(f"{part}: {found} {what}, the budget is {budget}")
-            elif self.exact and budget > found + _slack(found):
-                faults.append(f"{part}: {found} {what}, the budget of {budget} is too loose")
+                faults.append(f"{part}: {counted} {what}, and no budget")
+            elif counted > budget + (0 if self.exact else _slack(budget)):
+                faults.append(f"{part}: {counted} {what}, the budget is {budget}")
+            elif self.exact and budget > counted + _slack(counted):
+                faults.append(f"{part}: {counted} {what}, the budget of {budget} is too loose")
         return faults
 
     def update(self, measured: Mapping[str, Mapping[str, int]]) -> None:
-        """Writes counts as the budgets of the installed jaxlib. Parts that were not measured keep theirs."""
+        """Writes counts as the budgets of the installed jaxlib. Parts without a measurement keep their budgets."""
         parts = self.budgets.setdefault(self.installed, {})
         parts |= {part: {what: counts.get(what, 0) for what in HELD} for part, counts in measured.items()}
         order = [f"{name} {part}" for name in PROGRAMS for part in PARTS]
@@ -332,7 +332,7 @@ def _object(values: Mapping[str, Any], indent: str, of: Callable[[Any], str] = j
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def _slack(count: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of attention kernels, from SASS: what an innermost loop with matrix products consists of."""
+"""The loops of attention kernels, from SASS: the instructions of an innermost loop with matrix products."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SHARED = {"h200": 233_472, "a100": 167_936}  # bytes of a multiprocessor; a pro
 
 
 class Loop(NamedTuple):
-    """An innermost loop: how often each instruction stands in it, and what its waits for copies leave in flight."""
+    """An innermost loop: the count of each instruction in it, and the copies in flight after its waits."""
 
     instructions: collections.Counter[str]
     in_flight: list[int]
 
     def count(self, *prefixes: str) -> int:
-        """The number of instructions with one of these prefixes."""
+        """The number of instructions with any of these prefixes."""
         return sum(number for name, number in self.instructions.items() if name.startswith(prefixes))
 
 
@@ -59,7 +59,7 @@ def disassembled(cubin: pathlib.Path) -> str:
 
 
 def loop_counts(loop: Loop) -> dict[str, int]:
-    """The measurements of a loop: what one warp runs, and of instructions also what all warps run for 32 KB of K/V."""
+    """The counts of a loop for a warp, and for instructions also for all warps over 32 KB of K/V."""
     copied = 32 * (16 * loop.count("LDGSTS.E.BYPASS.128") + 8 * loop.count("LDGSTS.E.64"))  # bytes by a warp
     return {
         "loop_instructions": loop.count(""),
@@ -73,6 +73,6 @@ def loop_counts(loop: Loop) -> dict[str, int]:
 
 
 def resident(registers: int, threads: int, shared: int, target: str) -> int:
-    """Programs that fit on a multiprocessor at once, by registers, shared memory and threads."""
+    """Programs which fit on a multiprocessor at once, by registers, shared memory and threads."""
     by_registers = 65_536 // (-(-registers // 8) * 8 * threads)
     return min(by_registers, _SHARED[target] // (shared + 1024), 2048 // threads)

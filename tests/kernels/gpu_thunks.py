@@ -2,11 +2,11 @@
 """XLA's thunks as a tree, and their counts: the kernels of a compiled program, and its stops for the host.
 
 XLA writes the thunks of a program to the folder `xla_dump_to`: kernels, copies, loops, conditionals, and the command
-buffers that hold them. A number joins each thunk with its instruction in the optimised HLO. That has the scope of the
+buffers around them. A number joins each thunk with its instruction in the optimised HLO, which has the scope of the
 trace (`op_name`), and the trip count of a loop if XLA knows it.
 
-At a *stop* the device waits for the host to read a predicate, of a loop without a known trip count or of a
-conditional. Within a command buffer the device decides by itself.
+At a *stop* the device waits for the host to read a predicate: the predicate of a loop without a known trip count, or of
+a conditional. Within a command buffer the device decides by itself.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _LINE = re.compile(rf"{_THUNK.pattern}|{_LABEL.pattern}")
 
 @dataclasses.dataclass
 class Thunk:
-    """One thunk, with those inside it.
+    """A thunk, with the thunks inside it.
 
     Attributes:
-      kind: as XLA calls it, such as kWhile; "program" at the root.
+      kind: its kind in XLA's words, for example kWhile, or "program" at the root.
       kernel: the name of a kernel.
-      op_name: the scope and operation that it was traced as; of a fusion, that of its result.
-      trips: the trip count of a loop; None if XLA does not know it, and for all other thunks.
-      parts: the thunks inside, by what they are: "condition" and "body", "true_branch", ... "" without a label.
-      number: joins it with an instruction; 0 for a command buffer.
+      op_name: the scope and operation of its trace. A fusion has its result's.
+      trips: the trip count of a loop. None if XLA does not know it, and for all other thunks.
+      parts: the thunks inside, by their role: "condition" and "body", "true_branch", ... "" without a label.
+      number: joins it with an instruction. 0 for a command buffer.
       instruction: its name in the optimised HLO.
       buffered: whether it is in a command buffer.
     """
@@ -130,17 +130,17 @@ Counts = collections.Counter[str]
 
 
 def count(top: Thunk, rare: Sequence[str] = (), leave_out: Callable[[Thunk], bool] = lambda _: False) -> Counts:
-    """Counts of a program's launches and of its stops for the host. The body of a loop counts once.
+    """Counts a program's launches and its stops for the host. The body of a loop counts once.
 
     Args:
-      top: the root; or a loop, of which one turn is counted.
-      rare: parts of the scopes of loops that usually do not turn. Such a loop counts with its stop and its condition;
-        its body is counted apart.
-      leave_out: thunks that are not counted, with all inside them.
+      top: the root, or a loop, of which a single turn is counted.
+      rare: parts of the scopes of loops which usually do not turn. Such a loop counts with its stop and its condition.
+        Its body is counted apart.
+      leave_out: (thunk) -> whether to leave it out with all thunks inside.
 
     Returns:
-      stops, kernels, copies, whiles, conditionals, command_buffers; `launches`: kernels and copies, times the trip
-      count of a loop if XLA knows it; and `rare`: kernels in bodies of rare loops.
+      stops, kernels, copies, whiles, conditionals and command_buffers. `launches` has kernels and copies, times the
+      trip count of a loop if XLA knows it, and `rare` has kernels in bodies of rare loops.
     """
     counts: Counts = collections.Counter()
 

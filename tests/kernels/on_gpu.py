@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether each kernel is right on this machine: small cases, each run twice. `pytest -m gpu` runs them.
+"""Checks of each kernel on this machine: small cases, each run twice. `pytest -m gpu` runs them.
 
-Attention is held against float64, over pools of NaN but for the tokens that it may read; moves against their twins in
-XLA, and transitions of a cache against plain jax, both bit for bit. A kernel that is run again gives the same bits.
-Without a GPU Triton's kernels run in Pallas's interpreter. `benchmarks.gpu_first` calls the checks one by one, and
-switches off what is wrong: they need no pytest.
+Attention is compared with float64, over pools of NaN except for the visible tokens. Moves are compared with their twins
+in XLA, and transitions of a cache with plain jax, both bit for bit. A kernel has to give the same bits in a second run.
+Without a GPU Triton's kernels run in Pallas's interpreter. `benchmarks.gpu_first` calls each check, and switches off
+wrong kernels. The checks need no pytest.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def require(fact: bool, otherwise: str) -> None:
 
 
 def check(function: str, who: str) -> None:
-    """Runs one check.
+    """Runs a check.
 
     Raises:
-      AssertionError: naming what differs.
+      AssertionError: naming the difference.
       NotImplementedError: if this machine cannot run the kernel.
     """
     if who == "mosaic" and not has_gpu():
@@ -64,9 +64,9 @@ def check(function: str, who: str) -> None:
 
 
 def check_attention(function: str, who: str) -> None:
-    """Decode or prefill, without options and with all, over each kind of pool that the kernel serves."""
-    lengths, most = ([9, 1, 0, 131, 4000], 300) if has_gpu() else ([9, 1, 0, 37], 12)
-    counts, served = np.minimum(lengths, most), 0
+    """Decode or prefill, without options and with all, over each kind of pool which the kernel serves."""
+    lengths, max_length = ([9, 1, 0, 131, 4000], 300) if has_gpu() else ([9, 1, 0, 37], 12)
+    counts, served = np.minimum(lengths, max_length), 0
     for kind in KINDS if has_gpu() else [SMALL]:
         for name in ("plain", "all"):
             case = attention.Case(lengths, **kind)
@@ -85,7 +85,7 @@ def check_attention(function: str, who: str) -> None:
 
 
 def check_bits(case: Any, function: str, who: str, counts: np.ndarray) -> None:
-    """Requires that two runs give the same bits."""
+    """Requires the same bits from two runs."""
     rows = jnp.asarray(case.tables), jnp.asarray(case.lengths, jnp.int32)
     options = {"implementation": who, "scale": 0.1, "scales": case.scales, "values": case.values}
     if function == "decode_attention":
@@ -111,11 +111,11 @@ def check_move(function: str, who: str) -> None:
     q = jnp.asarray(rng.standard_normal((20, 4 * heads, width)), jnp.bfloat16)
     # Of 12 bits, so that float32 holds the products exactly: whether a compiler fuses them with sums shows nowhere.
     angles = jnp.asarray(rng.integers(-4095, 4096, (2, 20, 1, width // 2)) / 4096, jnp.float32)
-    staged, few = jnp.asarray(rng.standard_normal((6, *pool.shape[1:])), jnp.bfloat16), jnp.int32(5)
+    staged, num_moved = jnp.asarray(rng.standard_normal((6, *pool.shape[1:])), jnp.bfloat16), jnp.int32(5)
     args: dict[str, tuple[Any, ...]] = {
         "append_kv": (pool, 1, *new, slots), "rope_append": (q, *new, *angles, pool, 1, slots),
-        "copy_blocks": (pool, order[:6], order[6:], few),
-        "gather_blocks": (pool, order[:6]), "scatter_blocks": (pool, staged, order[:6], few),
+        "copy_blocks": (pool, order[:6], order[6:], num_moved),
+        "gather_blocks": (pool, order[:6]), "scatter_blocks": (pool, staged, order[:6], num_moved),
     }  # fmt: skip
     call = functools.partial(pallas_kernels.call, function, **attention.how(who))
     wanted = jax.jit(getattr(xla, function))(*args[function])

@@ -28,6 +28,7 @@ SHAPES = {
     "soft_cap": (1, 1, 96, 128),
     "scale": (2, 1, 256, 32),
     "window_1": (1, 9, 16, 16),
+    "sink_tokens": (1, 2, 32, 16),
 }
 
 
@@ -66,14 +67,14 @@ def vmap():
 
 
 def broken():
-    """A loader that does not wait until a stage is free."""
-    load, real = mosaic_attention._load, mosaic_attention.plgpu
-    careless = types.SimpleNamespace(copy_gmem_to_smem=real.copy_gmem_to_smem, barrier_wait=lambda ref: None)
+    """A loader which does not wait until a stage is free."""
+    load, original = mosaic_attention._load, mosaic_attention.plgpu
+    careless = types.SimpleNamespace(copy_gmem_to_smem=original.copy_gmem_to_smem, barrier_wait=lambda ref: None)
 
     def load_at_once(*args, **scratch):
         mosaic_attention.plgpu = careless
         load(*args, **scratch)
-        mosaic_attention.plgpu = real
+        mosaic_attention.plgpu = original
 
     mosaic_attention._load = load_at_once
     long()

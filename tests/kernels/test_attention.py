@@ -19,20 +19,21 @@ SHAPES = [
     (2, 1, 16, 4), (1, 2, 32, 8), (2, 4, 64, 16), (3, 1, 80, 4), (1, 8, 128, 128), (2, 2, 128, 8), (1, 4, 96, 32),
     (1, 2, 256, 64),
 ]  # fmt: skip
-# By default no option, and all options at once. `long` adds a window, `slow` each option with all shapes.
+# By default no option, and all options at once. `long` adds windows, `slow` each option with all shapes.
 SOME = list(zip(SHAPES, OPTIONS, strict=False))
 QUICK = [(shape, name) for shape, name in SOME if name in ("plain", "all")]
 GRID = [
     pytest.param(
         shape, name, id=f"{name}-{shape}",
         marks=() if (shape, name) in QUICK
-        else pytest.mark.long if (shape, name) in SOME and name == "window" else pytest.mark.slow,
+        else pytest.mark.long if (shape, name) in SOME and name in ("window", "sink_tokens") else pytest.mark.slow,
     )
     for shape, name in itertools.product(SHAPES, OPTIONS)
 ]  # fmt: skip
 
 
-@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "mosaic"])  # which test_mosaic.py simulates
+# test_mosaic.py simulates Mosaic's kernels, test_tpu.py interprets the kernel for TPUs.
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name not in ("mosaic", "tpu")])
 def implementation(request):
     return request.param
 
@@ -202,7 +203,7 @@ def test_attention_under_vmap(implementation):
 @pytest.mark.parametrize(("dtype", "stored"), [
     ("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"),
 ])  # fmt: skip
-@pytest.mark.parametrize("kernel", list(pallas_kernels.PLATFORMS))
+@pytest.mark.parametrize("kernel", [name for name, platform in pallas_kernels.PLATFORMS.items() if platform == "cuda"])
 def test_on_a_gpu(shape, name, dtype, stored, kernel):
     """The kernels themselves. The tests above run on a GPU too, with `-m "not slow"` and JAX_PLATFORMS=cuda,cpu."""
     kv_heads, group, width, block_size = shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compilers for GPUs that scripts/gpu_toolchain.sh has installed for this jaxlib, and processes that use them."""
+"""The compilers for GPUs which scripts/gpu_toolchain.sh has installed for this jaxlib, and processes to use them."""
 
 import json
 import os
@@ -17,9 +17,9 @@ needs_toolchain = pytest.mark.skipif(
 
 
 def results_of(module: str, *args: str, first: str = "", **environment: str) -> list[Any]:
-    """The lines of JSON that a module prints, run as a process that finds the compilers.
+    """The lines of JSON printed by a module, run as a process which finds the compilers.
 
-    The folder `first` stands before all others that Python imports from.
+    The folder `first` comes before all others from which Python imports.
     """
     path = os.pathsep.join(filter(None, (first, str(TOOLCHAIN), str(ROOT))))
     printed = output_of(sys.executable, "-m", module, *args, PYTHONPATH=path, **environment)

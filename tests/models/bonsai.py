@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of the form that jax-ml/bonsai's have, `Attention.__call__(x, cache, segment_ids)`, with dense K/V."""
+"""A decoder in the form of jax-ml/bonsai, `Attention.__call__(x, cache, segment_ids)`, with dense K/V."""
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +43,15 @@ class Attention(nnx.Module):
 
     def __call__(self, x, cache, segment_ids):
         length = x.shape[1]
-        at = jnp.broadcast_to(cache.length[...] + jnp.arange(length)[None], segment_ids.shape)
-        sin, cos = _generate_pos_embeddings(at, WIDTH)
+        positions = jnp.broadcast_to(cache.length[...] + jnp.arange(length)[None], segment_ids.shape)
+        sin, cos = _generate_pos_embeddings(positions, WIDTH)
         q, k = (apply_rope(y, sin, cos) for y in (self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))))
         for held, new in ((cache.k, k), (cache.v, self.v_proj(x))):
             held[...] = jax.lax.dynamic_update_slice_in_dim(held[...], new, cache.length[...], axis=1)
         cache.length[...] = cache.length[...] + length
         q = q.reshape(*q.shape[:2], KV_HEADS, -1, WIDTH)
         scores = jnp.einsum("btkgd,bskd->bkgts", q, cache.k[...]) * self.scale
-        seen = jnp.arange(cache.k.shape[1])[None, None] <= at[..., None]
+        seen = jnp.arange(cache.k.shape[1])[None, None] <= positions[..., None]
         weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
         y = jnp.einsum("bkgts,bskd->btkgd", weights, cache.v[...])
         return self.o_proj(y.reshape(*x.shape[:2], HEADS, WIDTH))
@@ -77,6 +77,6 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens, *, cache, segment_ids):
         x = self.embedder(tokens)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, cache[number], segment_ids)
+        for layer_index, layer in enumerate(self.layers):
+            x = layer(x, cache[layer_index], segment_ids)
         return self.lm_head(self.final_norm(x))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server for all files that ask for no options of their own, and OpenAI's client of it.
+"""A server for all files which need no options of their own, and OpenAI's client.
 
-Other tests of models run without the packages that these import.
+Other tests of models run without the packages imported here.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ def client(server):
 
     from tests.models.serve_kit import KEY
 
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
-        yield one
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as openai_client:
+        yield openai_client
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def watch(server, monkeypatch):
     """The requests of the server's engine, and its turns."""
     from tests.models.serve_kit import watched
 
-    with watched(server, monkeypatch) as found:
-        yield found
+    with watched(server, monkeypatch) as watch:
+        yield watch
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Starts a scripted server of a family, or returns the one that runs."""
+    """Starts a scripted server of a family, or returns the running server."""
     from tests.models.scripted_kit import ScriptedServer
     from tests.models.serve_kit import idle
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of models that tests load, small models of them, and what compares them with the references."""
+"""The families of models which tests load, small models of them, and comparisons with the references."""
 
 import contextlib
 import json
@@ -41,12 +41,12 @@ ROWS = 3
 
 
 def shard(folder: pathlib.Path, num_files: int = 3, tensors: dict | None = None) -> None:
-    """Splits the tensors of model.safetensors into several files with an index; `tensors` are they, if known."""
+    """Splits the tensors of model.safetensors into several files with an index. Pass `tensors` if you have them."""
     tensors = load_file(folder / loading.SINGLE) if tensors is None else tensors
     weight_map = {}
-    for number in range(num_files):
-        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-        part = dict(list(tensors.items())[number::num_files])
+    for file_index in range(num_files):
+        name = f"model-{file_index + 1:05}-of-{num_files:05}.safetensors"
+        part = dict(list(tensors.items())[file_index::num_files])
         save_file(part, folder / name)
         weight_map.update(dict.fromkeys(part, name))
     (folder / loading.SINGLE).unlink()
@@ -95,7 +95,7 @@ def make_cache(layers, dtype="float32", num_blocks=40, max_length=96, **where):
 
 
 def check_cached(family: str, *, scan=False, **where):
-    """The logits of three whole prompts, through a poisoned cache, are the reference's; returns model and cache."""
+    """Compares the logits of three prompts, through a poisoned cache, with the reference. Returns model and cache."""
     model, _ = load(GOLDENS / family, scan=scan, **where)
     assert (model.run is not None) == scan
     golden = read_golden(GOLDENS / family, model.config.vocab_size)

@@ -32,11 +32,11 @@ def fields(architecture, width=32, layers=2):
 
 
 def shapes(architecture, config):
-    """The shapes of a checkpoint's tensors by their names in GGUF, the one of the embedding first."""
+    """The shapes of a checkpoint's tensors by their names in GGUF. The embedding comes first."""
     width, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    found = {"token_embd.weight": (VOCABULARY, width), "output_norm.weight": (width,)}
+    tensor_shapes = {"token_embd.weight": (VOCABULARY, width), "output_norm.weight": (width,)}
     if not config["tie_word_embeddings"]:
-        found["output.weight"] = (VOCABULARY, width)
+        tensor_shapes["output.weight"] = (VOCABULARY, width)
     for layer in range(config["num_hidden_layers"]):
         block = {
             "attn_norm.weight": (width,), "attn_q.weight": (HEADS * head_dim, width),
@@ -51,8 +51,8 @@ def shapes(architecture, config):
             block |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
         if architecture == "gemma3":
             block |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
-        found |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
-    return found
+        tensor_shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    return tensor_shapes
 
 
 def hf_name(name, architecture):
@@ -67,20 +67,20 @@ def hf_name(name, architecture):
         "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
         "attn_norm": "input_layernorm", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
         "attn_output": "self_attn.o_proj",
-        **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
-        **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")}, **norms,
+        **{f"attn_{letter}": f"self_attn.{letter}_proj" for letter in "qkv"},
+        **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}, **norms,
     }  # fmt: skip
     *block, module, kind = name.split(".")
     return ".".join([*(["model", "layers", block[1]] if block else []), modules[module], kind])
 
 
 def pairs_apart(rows, heads):
-    """The rows of llama.cpp's queries or keys: the two that rotate together side by side."""
+    """The rows of llama.cpp's queries or keys: two rows which rotate together are neighbours."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def encode(rng, shape, kind):
-    """Random numbers as a kind of tensor has them; K-quants, which the library cannot make, of random bytes."""
+    """Random numbers in a kind of tensor. K-quants, which the library cannot make, have random bytes."""
     if not kind.name.endswith("_K"):
         return gguf.quantize(rng.normal(size=shape).astype(np.float32), kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -97,27 +97,27 @@ def make(folder, file, architecture, kind=Kind.F32, width=32, layers=2, change=N
     """Writes a checkpoint as a folder and as a file.
 
     Args:
-      folder: of the one in Hugging Face's format; None: it is not written.
+      folder: folder of the checkpoint in Hugging Face's format. None writes no folder.
       file: the GGUF file.
-      architecture: as GGUF has it.
-      kind: how matrices are stored; vectors are float32.
-      width: of the stream.
-      layers: how many.
-      change: called with the writer and its tensors before these are added.
+      architecture: its name in GGUF.
+      kind: the kind of matrices. Vectors are float32.
+      width: width of the stream.
+      layers: the number of layers.
+      change: called with the writer and its tensors before they are added.
       tokenizer: called with the writer, adds its fields.
     """
     rng, config = np.random.default_rng(0), fields(architecture, width, layers)
     writer, tensors, hf = gguf.GGUFWriter(file, architecture), {}, {}
     for name, shape in shapes(architecture, config).items():
-        own = kind if len(shape) == 2 else Kind.F32
-        stored = encode(rng, shape, own)
-        hf[hf_name(name, architecture)] = np.ascontiguousarray(gguf.dequantize(stored, own))
+        tensor_kind = kind if len(shape) == 2 else Kind.F32
+        stored = encode(rng, shape, tensor_kind)
+        hf[hf_name(name, architecture)] = np.ascontiguousarray(gguf.dequantize(stored, tensor_kind))
         if architecture == "gemma3" and "norm" in name:
             stored = stored + 1
         heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-2])
         if architecture == "llama" and heads is not None:
             stored = pairs_apart(stored, heads)
-        tensors[name] = (np.ascontiguousarray(stored), own)
+        tensors[name] = (np.ascontiguousarray(stored), tensor_kind)
     if folder is not None:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))

@@ -38,7 +38,7 @@ def make_tokenizer():
 
 
 class Random(nnx.Module):
-    """A model whose logits are random numbers of a token and its position; it stores nothing in its cache."""
+    """A model with random logits for each token and its position. It stores nothing in its cache."""
 
     def __init__(self, end):
         tokenizer = make_tokenizer()
@@ -68,12 +68,12 @@ class Random(nnx.Module):
 
 
 class RandomServer:
-    """A server of one family of templates.
+    """A server of a family of templates.
 
     Attributes:
       running: the server.
-      client: OpenAI's.
-      schemas: what it has of schemas.
+      client: OpenAI's client.
+      schemas: its compiled schemas.
     """
 
     def __init__(self, folder, family, *options):
@@ -104,8 +104,8 @@ class RandomServer:
 
     def token(self, text):
         """The id of a token."""
-        (found,) = make_tokenizer().encode(text).ids
-        return found
+        (token,) = make_tokenizer().encode(text).ids
+        return token
 
     def ask(self, question="hi", **fields):
         """OpenAI's client's answer to a chat, or its stream."""

@@ -3,6 +3,8 @@
 
 import functools
 import json
+import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ import kvjax
 from models import session
 from models.chat import load_template
 from models.config import ModelConfig
-from tests.drive import DATA
+from tests.drive import DATA, ROOT
 from tests.models.serve_kit import KEY, Running
 
 LENGTH = 4096  # positions of the script
@@ -46,6 +48,12 @@ FAMILIES = {
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 ARGUMENTS = '{"city": "Åre", "days": [1, 2]}'
+CHAT_TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather now", "parameters": CITY}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+QUESTION = "Weather in Åre, and the time?"
+CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 THOUGHT = "<|channel|>analysis<|message|>Weather first.<|end|><|start|>assistant"
 
 
@@ -75,7 +83,7 @@ def make_tokenizer():
 
 
 class Scripted(nnx.Module):
-    """A model that has the token after each position, and stores nothing in its cache; all servers share programs."""
+    """A model with a fixed token after each position. Its cache stays empty, and all servers share programs."""
 
     def __init__(self):
         fields = {"model_type": "llama", "vocab_size": make_tokenizer().get_vocab_size(), "hidden_size": 8}
@@ -98,12 +106,12 @@ class Scripted(nnx.Module):
 
 
 class ScriptedServer:
-    """A server of one family of templates; `says` gives its next answers.
+    """A server of a family of templates. `says` sets its next answers.
 
     Attributes:
-      client: OpenAI's.
+      client: OpenAI's client.
       prompts: token ids of each request so far.
-      answers: token ids of each answer so far, without the one that ends it.
+      answers: token ids of each answer so far, without the last token.
     """
 
     def __init__(self, folder, family, *options):
@@ -141,7 +149,7 @@ class ScriptedServer:
         return self.client.chat.completions.create(model="scripted", messages=messages, **fields)
 
     def says(self, *texts):
-        """Sets the texts of the next answers; the token that ends a turn comes after each, unless <|call|> ends it."""
+        """Sets the texts of the next answers. After each comes the token which ends a turn, unless <|call|> ends it."""
         self._texts = list(texts)
 
     def prompt_of(self, messages, tools=None):
@@ -153,7 +161,86 @@ class ScriptedServer:
         self.running.close()
 
 
-def num_common(tokens, other):
+def num_common(tokens, other_tokens):
     """The number of tokens with which both begin."""
-    pairs = zip(tokens, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))
+    pairs = zip(tokens, other_tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other_tokens)))
+
+
+class AgentTurn(NamedTuple):
+    """An answer to an agent.
+
+    Attributes:
+      items: The messages or items to repeat in the next request.
+      text: The text of the answer, or None.
+      calls: The id, the name and the arguments of each call.
+      num_cached: Tokens of the prompt from the cache.
+      num_prompt: Tokens of the prompt.
+      num_generated: Tokens of the answer.
+    """
+
+    items: list[Any]
+    text: str | None
+    calls: list[tuple[str, str, str]]
+    num_cached: int
+    num_prompt: int
+    num_generated: int
+
+
+def run_agent(server, family, question, ask, make_result, thanks):
+    """Runs an agent which calls two tools, answers, and answers again. Each turn has to find the earlier turns cached.
+
+    Args:
+      server: a `ScriptedServer`.
+      family: the family of its template.
+      question: the first message or item.
+      ask: (messages or items) -> AgentTurn.
+      make_result: (id of a call, result) -> the message or item with the result.
+      thanks: the message or item after the first answer without a call.
+
+    Returns:
+      All messages or items, and the text of each turn.
+    """
+    server.says(
+        (THOUGHT if family == "harmony" else "") + call_in(family, *CALLS[0]),
+        call_in(family, *CALLS[1]),
+        text_in(family, "Cold, at noon."),
+        text_in(family, "You are welcome."),
+    )
+    functions = {"get_weather": lambda city, days: f"cold in {city} for {days}", "get_time": lambda: "12:00"}
+    items = [question]
+    calls = []
+    texts = []
+    first = len(server.prompts)
+    for index in range(4):
+        turn = ask(items)
+        prompt = server.prompts[-1]
+        assert (turn.num_prompt, turn.num_generated) == (len(prompt), len(server.answers[-1]) + 1)
+        history = [*server.prompts[-2], *server.answers[-2]] if index else []
+        if family == "harmony" and index == 3:  # its template leaves out thoughts once there is an answer
+            assert num_common(prompt, history) == len(server.prompts[first]) == turn.num_cached
+        else:
+            assert prompt[: len(history)] == history and turn.num_cached == len(history)
+        items += turn.items
+        texts.append(turn.text)
+        for call_id, name, arguments in turn.calls:
+            calls.append((name, arguments))
+            items.append(make_result(call_id, functions[name](**json.loads(arguments))))
+        if index == 2:
+            items.append(thanks)
+    assert calls == CALLS
+    return items, texts
+
+
+def run_page(server, word):
+    """Runs the example with this word from the page on serving. Returns its printed texts."""
+    page = (ROOT / "docs/howto/serving.md").read_text()
+    code = next(block for block in re.findall(r"^```python3\n(.*?)^```$", page, re.M | re.S) if word in block)
+    code = code.replace("http://127.0.0.1:8000", server.running.url).replace('"none"', f'"{KEY}"')
+    code = code.replace('"qwen3"', '"scripted"')
+    server.says(call_in("hermes", "get_weather", '{"city": "Oslo"}'), "It is cold in Oslo.")
+    printed = list[str]()
+    names: dict[str, Any] = {"print": printed.append}
+    exec(code, names)
+    names["client"].close()
+    return printed

@@ -50,14 +50,14 @@ class Running:
         parser, self._stack = serve.make_parser(), contextlib.ExitStack()
         sizes = ("--rows", str(ROWS), "--chunk", str(CHUNK))
         args = parser.parse_args(["--checkpoint", str(folder), *sizes, "--api-key", KEY, *options])
-        found = self._stack.enter_context(serve.served(parser, args))
-        self.engine = found.engine
+        served = self._stack.enter_context(serve.served(parser, args))
+        self.engine = served.engine
         self._stack.enter_context(contextlib.closing(listening := socket.socket()))
         listening.bind(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         is_open = threading.Event()
-        self._server = serve.http_server(args, found, is_open.set)
+        self._server = serve.http_server(args, served, is_open.set)
         if patience is not None:
             self._server.server_state = Clients(patience)
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
@@ -74,13 +74,13 @@ class Running:
         self._stack.close()
 
     def post(self, body, path="/v1/completions", **headers):
-        """The answer to a request of a client that is not OpenAI's."""
+        """The answer to a request from a plain client."""
         headers = {"authorization": f"Bearer {KEY}", **headers}
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=PATIENCE)
 
     @property
     def connections(self):
-        """Connections that are open, and requests that are being answered."""
+        """Open connections, and requests in progress."""
         return len(self._server.server_state.connections), len(self._server.server_state.tasks)
 
     @property
@@ -96,7 +96,7 @@ class Running:
 
 
 def idle(server):
-    """Requires that nothing runs any more, and that all blocks are free or can be evicted."""
+    """Requires an idle server whose blocks are all free or evictable."""
     server.wait_for(lambda: server.connections[1] == 0)
     assert server.engine.drain(PATIENCE) and server.engine.running == server.engine.waiting == 0
     state = server.engine.state
@@ -106,12 +106,12 @@ def idle(server):
 
 
 class Watch:
-    """The requests of an engine, what is cancelled, and the rows in use after each turn; a turn can be held.
+    """The requests of an engine, its cancels, and the rows in use after each turn. A test can hold a turn.
 
     Attributes:
-      handles: of all samples that were submitted.
-      cancels: the number of turns that had begun at each cancel.
-      rows: in use, after each turn.
+      handles: handles of all submitted samples.
+      cancels: the number of turns begun before each cancel.
+      rows: rows in use after each turn.
     """
 
     def __init__(self, engine, monkeypatch):
@@ -133,9 +133,9 @@ class Watch:
                 self._stage = None
                 self._held.set()
                 assert self._go.wait(PATIENCE)
-            found = turn(*args, **options)
-            self.rows.append(int(np.sum(np.asarray(found[0].cache.state.seqs.length) > 0)))
-            return found
+            turn_result = turn(*args, **options)
+            self.rows.append(int(np.sum(np.asarray(turn_result[0].cache.state.seqs.length) > 0)))
+            return turn_result
 
         monkeypatch.setattr(engine, "submit", submitting)
         monkeypatch.setattr(engine, "_cancel", cancelling)
@@ -163,11 +163,11 @@ class Watch:
 
 @contextlib.contextmanager
 def watched(server, monkeypatch):
-    """A `Watch` of a server that is idle before and after."""
+    """A `Watch` of a server which is idle before and after."""
     assert server.engine.drain(PATIENCE)
-    found = Watch(server.engine, monkeypatch)
-    yield found
-    found.go()
+    watch = Watch(server.engine, monkeypatch)
+    yield watch
+    watch.go()
     assert server.engine.drain(PATIENCE)
 
 
@@ -175,7 +175,7 @@ MARGIN = 1e-3  # between two logits, of which sums in another order may exchange
 
 
 class Expected:
-    """A greedy answer: a word for each token, and by how much each one is likelier than the next."""
+    """A greedy answer: a word for each token, and its lead over the second likeliest token."""
 
     def __init__(self, tokens, margins):
         self.words, self._margins = recall.decode(tokens).split(" "), margins
@@ -186,11 +186,11 @@ class Expected:
         return f" {' '.join(self.words)}"
 
     def begins(self, text):
-        """Whether a text is the answer's beginning, up to a token that hardly was the likeliest one."""
-        found = text.split()
-        same = [one == other for one, other in zip(found, self.words, strict=False)]
+        """Whether a text is the answer's beginning, up to a token with hardly any lead."""
+        words = text.split()
+        same = [one == other for one, other in zip(words, self.words, strict=False)]
         end = same.index(False) if False in same else len(same)
-        return len(found) <= len(self.words) and (end == len(found) or self._margins[end] <= MARGIN)
+        return len(words) <= len(self.words) and (end == len(words) or self._margins[end] <= MARGIN)
 
 
 NEW, WIDTH = 16, 96  # tokens of an answer, and the most of a prompt with its answer
@@ -203,10 +203,10 @@ def answer_to(prompt):
     model, tokens = load(CHECKPOINT)[0], recall.encode(prompt)
     line, margins, length = np.zeros((1, WIDTH), np.int32), [], len(tokens)
     line[0, :length] = tokens
-    for at in range(length, length + NEW):
-        logits = np.asarray(dense(model, line))[0, at - 1]
+    for position in range(length, length + NEW):
+        logits = np.asarray(dense(model, line))[0, position - 1]
         second, first = np.sort(logits)[-2:]
-        line[0, at] = np.argmax(logits)
+        line[0, position] = np.argmax(logits)
         margins.append(first - second)
     return Expected(line[0, length : length + NEW], margins)
 
@@ -216,7 +216,7 @@ def answer_about(person):
 
 
 def request_of(path, body, *headers):
-    """The bytes of a POST request with a body, bytes or what becomes JSON."""
+    """The bytes of a POST request. The body is bytes or becomes JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {KEY}", JSON, *headers]
     if not any(header.startswith(("content-length", "transfer-encoding")) for header in headers):
@@ -233,9 +233,9 @@ def with_template(folder):
 
 @contextlib.contextmanager
 def started(folder, *options, line="serving at", code=0, says=""):
-    """A server in a process of its own: the process once it has printed a line, and the address in this line.
+    """A server in a separate process: the process once it has printed a line, and the address in this line.
 
-    It is to be ended by a signal, with an exit status, and to print nothing more but what it `says`.
+    A signal has to end it with an exit status. It has to print nothing more but the text `says`.
     """
     command = [sys.executable, "-m", "models.serve", "--checkpoint", str(folder), "--port", "0", *options]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", tenants.KEY: KEY}

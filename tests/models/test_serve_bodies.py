@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from models import openai_api
+from models import openai_fields
 from tests.models.serve_kit import JSON, KEY, ON, PEOPLE, prompt_of, request_of
 
 
@@ -122,9 +122,9 @@ FIELDS = {
     "tool_choice": st.sampled_from(["none", "auto", "required"]) | TOOL,
     "parallel_tool_calls": st.booleans(),
     "user": TEXT,
-    # Of the fields that are not served a value that is taken, and others that are not; see `openai_api.REFUSED`.
-    **{name: st.sampled_from([None, *allowed, "x", 3, {"a": 1}]) for name, allowed in openai_api.REFUSED.items()},
-    **dict.fromkeys(openai_api.HARMLESS, VALUES),
+    # Of the fields that are not served a value that is taken, and others that are not; see `openai_fields.REFUSED`.
+    **{name: st.sampled_from([None, *allowed, "x", 3, {"a": 1}]) for name, allowed in openai_fields.REFUSED.items()},
+    **dict.fromkeys(openai_fields.HARMLESS, VALUES),
     "add_special_tokens": st.booleans(),
     "add_generation_prompt": st.booleans(),
     "continue_final_message": st.booleans(),

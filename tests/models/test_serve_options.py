@@ -24,6 +24,7 @@ from tests.models.serve_kit import (
     DOCUMENT,
     GREEDY,
     KEY,
+    ON,
     PATIENCE,
     PEOPLE,
     Running,
@@ -168,6 +169,23 @@ def test_a_template_that_fails_costs_chats_and_nothing_else(started, tmp_path, t
             chat.result()
         found = client.completions.create(prompt=prompt_of(PEOPLE[0]), max_tokens=8, **GREEDY)
         assert answer_about(PEOPLE[0]).begins(found.choices[0].text)
+
+
+@pytest.mark.long
+def test_drafts_change_no_answer_and_are_counted(started):
+    """A model that repeats its document has drafts, and the usage and the metrics say how many."""
+    plain, drafting = started()[0], started("--speculate", "4")[0]
+    body = {"prompt": f"{DOCUMENT.text} {DOCUMENT.text} {PEOPLE[0]} is", "max_tokens": 48, **GREEDY, **ON}
+    wanted, found = (server.post(body).json() for server in (plain, drafting))
+    assert found["choices"][0]["text"] == wanted["choices"][0]["text"]
+    assert "completion_tokens_details" not in wanted["usage"]
+    details = found["usage"]["completion_tokens_details"]
+    accepted, rejected = (details[f"{name}_prediction_tokens"] for name in ("accepted", "rejected"))
+    assert accepted > 0
+    lines = httpx.get(f"{drafting.url}/metrics").text.splitlines()
+    numbers = dict(line.rsplit(" ", 1) for line in lines if line.startswith("kvjax_spec_decode"))
+    assert float(numbers["kvjax_spec_decode_num_accepted_tokens_total"]) == accepted
+    assert float(numbers["kvjax_spec_decode_num_draft_tokens_total"]) == accepted + rejected
 
 
 @pytest.mark.slow

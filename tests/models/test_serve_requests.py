@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 
 import kvjax
 from kvjax.serving import Output
-from models import openai_api, openai_responses, serve, stores
+from models import openai_api, openai_fields, openai_responses, serve, stores
 from models.answers import Answer, Detokenizer, Piece, pieces
 from models.openai_api import ApiError, Limits, read_json, read_params, read_prompts
 from models.openai_messages import read_messages
@@ -29,16 +29,16 @@ from models.tenants import Keys, keys_of, salt_of
 from tests.drive import PLAIN, ROOT, Driver
 
 BIASES = "wanted an object of at most 300 token ids, each with a number from -100 to 100"
-ANSWERS = {False: openai_api.COMPLETIONS, True: openai_api.CHATS}
+ANSWERS = {False: openai_fields.COMPLETIONS, True: openai_fields.CHATS}
 ENDPOINTS = (
-    openai_api.COMPLETIONS,
-    openai_api.CHATS,
-    openai_api.RESPONSES,
-    openai_api.TOKENIZE,
-    openai_api.DETOKENIZE,
+    openai_fields.COMPLETIONS,
+    openai_fields.CHATS,
+    openai_fields.RESPONSES,
+    openai_fields.TOKENIZE,
+    openai_fields.DETOKENIZE,
 )
 LISTS = {
-    endpoint: openai_responses.FIELDS if endpoint == openai_api.RESPONSES else openai_api.fields_of(endpoint)
+    endpoint: openai_responses.FIELDS if endpoint == openai_fields.RESPONSES else openai_fields.fields_of(endpoint)
     for endpoint in ENDPOINTS
 }
 KINDS = "served", "ignored", "refused"  # of fields, as `fields_of` returns them
@@ -340,7 +340,7 @@ OF_THE_OTHER = {
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_fields_that_would_change_an_answer_are_refused_by_name(is_chat):
     changes = CHANGES | OF_THE_OTHER[is_chat]
-    assert changes.keys() == openai_api.fields_of(ANSWERS[is_chat])[2].keys()
+    assert changes.keys() == openai_fields.fields_of(ANSWERS[is_chat])[2].keys()
     for name, value in changes.items():
         with pytest.raises(ApiError, match=f"^{name}: got .*, wanted none.*: nothing else is served") as caught:
             params_of(is_chat=is_chat, **{name: value})
@@ -350,7 +350,7 @@ def test_fields_that_would_change_an_answer_are_refused_by_name(is_chat):
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_values_that_change_nothing_are_taken(is_chat):
     plain = params_of(is_chat=is_chat, seed=1)
-    _, ignored, refused = openai_api.fields_of(ANSWERS[is_chat])
+    _, ignored, refused = openai_fields.fields_of(ANSWERS[is_chat])
     values = [(name, value) for name, allowed in refused.items() for value in (None, *allowed)]
     values += [(name, value) for name in ignored for value in (None, "a", 1, {}, [True])]
     values += [("min_p", 0.0), ("repetition_penalty", 1.0), ("best_of", 1), ("logit_bias", {})]
@@ -376,11 +376,12 @@ def fields_read(endpoint):
     """The names of the fields that an endpoint reads, of a request that has none but its prompt or messages."""
     found = {"model"}  # which decides whether the others are read
     bodies = {
-        openai_api.COMPLETIONS: [{"prompt": "a"}], openai_api.CHATS: [{"messages": [{"role": "user", "content": "a"}]}],
-        openai_api.DETOKENIZE: [{"tokens": [1]}],
-        openai_api.RESPONSES: [{"input": "a"}],
+        openai_fields.COMPLETIONS: [{"prompt": "a"}],
+        openai_fields.CHATS: [{"messages": [{"role": "user", "content": "a"}]}],
+        openai_fields.DETOKENIZE: [{"tokens": [1]}],
+        openai_fields.RESPONSES: [{"input": "a"}],
     }  # fmt: skip
-    bodies[openai_api.TOKENIZE] = [*bodies[openai_api.COMPLETIONS], *bodies[openai_api.CHATS]]
+    bodies[openai_fields.TOKENIZE] = [*bodies[openai_fields.COMPLETIONS], *bodies[openai_fields.CHATS]]
     template = types.SimpleNamespace(render=lambda messages, tools, **_: "a")
     tokenizer = types.SimpleNamespace(
         encode_batch_fast=lambda texts, **_: [types.SimpleNamespace(ids=[1])], decode=lambda *_, **__: "a"
@@ -390,9 +391,9 @@ def fields_read(endpoint):
     api = Api(types.SimpleNamespace(vocabulary=9), served, None)
     reads = {
         endpoint: functools.partial(api._read, endpoint=endpoint)
-        for endpoint in (openai_api.COMPLETIONS, openai_api.CHATS, openai_api.RESPONSES)
+        for endpoint in (openai_fields.COMPLETIONS, openai_fields.CHATS, openai_fields.RESPONSES)
     }
-    reads |= {openai_api.TOKENIZE: api._tokenized, openai_api.DETOKENIZE: api._detokenized}
+    reads |= {openai_fields.TOKENIZE: api._tokenized, openai_fields.DETOKENIZE: api._detokenized}
     for body in bodies[endpoint]:
         watched = Watched(body)
         api._fields = lambda _, fields=watched: fields
@@ -430,7 +431,7 @@ def test_the_page_has_the_table_of_fields():
     own = page.split("The fields of `/v1/completions`")[1].split("| harmless values |")[0]
     first_cells = [line.split("|")[1] for line in own.split("\n") if line.startswith("| `")]
     named = {name.split(".")[0] for cell in first_cells for name in re.findall(r"`([\w.]+)`", cell)}
-    assert named - {"usage"} == openai_api.SERVED
+    assert named - {"usage"} == openai_fields.SERVED
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])

@@ -21,19 +21,26 @@ from models.openai_response_form import ResponsesFormat
 from models.openai_responses import FIELDS, own_names, read_request
 from models.serve_job import events
 from models.tool_calls import HarmonyParser, HermesParser
-from tests.drive import ROOT
-from tests.models.scripted_kit import ARGUMENTS, CITY, FAMILIES, THOUGHT, call_in, text_in
+from tests.models.scripted_kit import (
+    ARGUMENTS,
+    CALLS,
+    CHAT_TOOLS,
+    CITY,
+    FAMILIES,
+    QUESTION,
+    THOUGHT,
+    AgentTurn,
+    call_in,
+    run_agent,
+    run_page,
+    text_in,
+)
 from tests.models.serve_kit import GREEDY, KEY
 
 TOOLS = [
     {"type": "function", "name": "get_weather", "description": "Weather now", "parameters": CITY, "strict": False},
     {"type": "function", "name": "get_time", "parameters": None, "strict": None},
 ]
-OF_CHAT = [  # the same tools
-    {"type": "function", "function": {"name": "get_weather", "description": "Weather now", "parameters": CITY}},
-    {"type": "function", "function": {"name": "get_time"}},
-]
-ASK = "Weather in Åre, and the time?"
 TEXT_EVENTS = ["output_item.added", "content_part.added", "delta", "done", "content_part.done", "output_item.done"]
 CALL_EVENTS = ["output_item.added", "delta", "done", "output_item.done"]
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -92,52 +99,40 @@ def calls_of(response):
 def test_an_agents_loop_finds_its_history_in_the_cache(servers, family, streams):
     """Two tools and four turns, with the prompts of the same chat."""
     server = servers(family)
-    thought = THOUGHT if family == "harmony" else ""
-    server.says(
-        thought + call_in(family, "get_weather", ARGUMENTS),
-        call_in(family, "get_time", "{}"),
-        text_in(family, "Cold, at noon."),
-        text_in(family, "You are welcome."),
-    )
-    functions = {"get_weather": lambda city, days: f"cold in {city} for {days}", "get_time": lambda: "12:00"}
-    first = len(server.prompts)
-    items: list[Any] = [{"role": "user", "content": ASK}]
-    used, answers = [], []
-    for turn in range(4):
-        response = response_of(
-            server,
-            streams=streams,
-            input=items,
-            instructions="Be brief.",
-            tools=TOOLS,
-            store=False,
-            extra_body={"cache_salt": f"loop {streams}"},
-        )
-        prompt, answer = server.prompts[first + turn], server.answers[first + turn]
-        before = [*server.prompts[first + turn - 1], *server.answers[first + turn - 1]] if turn else []
-        usage = response.usage
-        assert (usage.input_tokens, usage.output_tokens) == (len(prompt), len(answer) + 1)
-        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
-        if family != "harmony" or turn != 3:  # its template leaves out thoughts once there is an answer
-            assert prompt[: len(before)] == before and usage.input_tokens_details.cached_tokens == len(before)
+    options = {"instructions": "Be brief.", "tools": TOOLS, "store": False}
+
+    def ask(items):
+        salt = {"cache_salt": f"loop {streams}"}
+        response = response_of(server, streams=streams, input=items, **options, extra_body=salt)
         assert response.status == "completed" and response.incomplete_details is None
-        answers.append(response.output_text)
-        items += [item.model_dump(exclude_none=True) for item in response.output]
-        for call in (item for item in response.output if item.type == "function_call"):
-            used.append((call.name, call.arguments, call.status))
-            result = functions[call.name](**json.loads(call.arguments))
-            items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
-        if turn == 2:
-            items.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Thanks."}]})
-    assert used == [("get_weather", ARGUMENTS, "completed"), ("get_time", "{}", "completed")]
-    assert answers == ["", "", "Cold, at noon.", "You are welcome."]
-    thinking = {"thinking": "Weather first.", "reasoning_content": "Weather first."} if thought else {}
+        usage = response.usage
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert all(call.status == "completed" for call in calls)
+        return AgentTurn(
+            [item.model_dump(exclude_none=True) for item in response.output],
+            response.output_text,
+            [(call.call_id, call.name, call.arguments) for call in calls],
+            usage.input_tokens_details.cached_tokens,
+            usage.input_tokens,
+            usage.output_tokens,
+        )
+
+    def make_result(call_id, text):
+        return {"type": "function_call_output", "call_id": call_id, "output": text}
+
+    question = {"role": "user", "content": QUESTION}
+    thanks = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Thanks."}]}
+    items, texts = run_agent(server, family, question, ask, make_result, thanks)
+    assert texts == ["", "", "Cold, at noon.", "You are welcome."]
+    thought = {"thinking": "Weather first.", "reasoning_content": "Weather first."}
+    thinking = thought if family == "harmony" else {}
     arguments = json.loads(ARGUMENTS)
     ids = [item["call_id"] for item in items if item.get("type") == "function_call"]
-    assert server.prompts[first + 3] == server.prompt_of(
+    assert server.prompts[-1] == server.prompt_of(
         [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": ASK},
+            {"role": "user", "content": QUESTION},
             {"role": "assistant", "content": "", **thinking, "tool_calls": [_call(ids[0], "get_weather", arguments)]},
             {"role": "tool", "content": "cold in Åre for [1, 2]", "tool_call_id": ids[0], "name": "get_weather"},
             {"role": "assistant", "content": "", "tool_calls": [_call(ids[1], "get_time", {})]},
@@ -145,7 +140,7 @@ def test_an_agents_loop_finds_its_history_in_the_cache(servers, family, streams)
             {"role": "assistant", "content": "Cold, at noon."},
             {"role": "user", "content": "Thanks."},
         ],
-        OF_CHAT,
+        CHAT_TOOLS,
     )
 
 
@@ -154,7 +149,6 @@ def _call(call_id, name, arguments):
 
 
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
-TWO_CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 
 
 @pytest.mark.long
@@ -164,26 +158,26 @@ TWO_CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
     [
         (
             "hermes",
-            f"I look.\n{call_in('hermes', *TWO_CALLS[0])}\n{call_in('hermes', *TWO_CALLS[1])}",
+            f"I look.\n{call_in('hermes', *CALLS[0])}\n{call_in('hermes', *CALLS[1])}",
             ["message", "function_call", "function_call"],
             "I look.",
-            TWO_CALLS,
+            CALLS,
         ),
         ("hermes", "No <tool_call> here", ["message"], "No <tool_call> here", []),
         ("hermes", "", ["message"], "", []),
         (
             "llama3",
-            "; ".join(call_in("llama3", *call) for call in TWO_CALLS),
+            "; ".join(call_in("llama3", *call) for call in CALLS),
             ["function_call", "function_call"],
             "",
-            TWO_CALLS,
+            CALLS,
         ),
         (
             "harmony",
-            PREAMBLE + THOUGHT + call_in("harmony", *TWO_CALLS[0]),
+            PREAMBLE + THOUGHT + call_in("harmony", *CALLS[0]),
             ["message", "reasoning", "function_call"],
             "I look.",
-            TWO_CALLS[:1],
+            CALLS[:1],
         ),
         ("harmony", THOUGHT + text_in("harmony", "Cold."), ["reasoning", "message"], "Cold.", []),
         ("harmony", THOUGHT.partition("<|end|>")[0], ["reasoning", "message"], "", []),
@@ -192,7 +186,7 @@ TWO_CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 def test_an_answer_is_a_list_of_items(servers, family, text, kinds, content, calls, streams):
     server = servers(family)
     server.says(text)
-    response = response_of(server, streams=streams, input=ASK, tools=TOOLS)
+    response = response_of(server, streams=streams, input=QUESTION, tools=TOOLS)
     assert [item.type for item in response.output] == kinds and {item.status for item in response.output} == {
         "completed"
     }
@@ -211,12 +205,12 @@ def test_an_answer_is_a_list_of_items(servers, family, text, kinds, content, cal
 def test_the_clients_own_stream_gathers_a_response(servers, family):
     server = servers(family)
     server.says(call_in(family, "get_weather", ARGUMENTS))
-    with server.client.responses.stream(model="scripted", input=ASK, tools=TOOLS, temperature=0) as stream:
+    with server.client.responses.stream(model="scripted", input=QUESTION, tools=TOOLS, temperature=0) as stream:
         snapshots = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
         (call,) = stream.get_final_response().output
     assert snapshots[-1] == call.arguments == ARGUMENTS
     server.says(text_in(family, "Cold."))
-    with server.client.responses.stream(model="scripted", input=ASK, temperature=0) as stream:
+    with server.client.responses.stream(model="scripted", input=QUESTION, temperature=0) as stream:
         snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
         assert snapshots[-1] == stream.get_final_response().output_text == "Cold."
 
@@ -228,7 +222,7 @@ def test_a_cut_answer_is_incomplete(servers, family, streams):
     beginning = '{"city": "Åre"'  # of the arguments
     size = len(server.tokenizer.encode(text[: text.index(ARGUMENTS)] + beginning).ids)
     server.says(text)
-    response = response_of(server, streams=streams, input=ASK, tools=TOOLS, max_output_tokens=size)
+    response = response_of(server, streams=streams, input=QUESTION, tools=TOOLS, max_output_tokens=size)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.max_output_tokens == response.usage.output_tokens == size
     (item,) = response.output
@@ -247,7 +241,7 @@ def test_a_response_has_the_fields_of_its_request_and_nothing_is_stored(servers)
         response = response_of(
             server,
             streams=False,
-            input=ASK,
+            input=QUESTION,
             instructions="Be brief.",
             metadata={"a": "b"},
             store=store,
@@ -278,7 +272,7 @@ def test_a_response_has_the_fields_of_its_request_and_nothing_is_stored(servers)
 def test_events_have_their_types_as_server_sent_events_do(servers):
     server = servers("hermes")
     server.says("Noon.")
-    found = server.running.post({"input": ASK, "stream": True, "temperature": 0}, "/v1/responses")
+    found = server.running.post({"input": QUESTION, "stream": True, "temperature": 0}, "/v1/responses")
     assert found.headers["content-type"].startswith("text/event-stream")
     blocks = [block.split("\n") for block in found.text.removesuffix("\n\n").split("\n\n")]
     for first, second in blocks:
@@ -374,7 +368,7 @@ def test_the_items_of_a_turn_are_one_message():
         ({"metadata": "a"}, "metadata", "an object"),
         ({"max_output_tokens": 0}, "max_output_tokens", "an integer from 1"),
         ({"tools": [{"type": "web_search"}]}, "tools", 'the type "function"'),
-        ({"tools": OF_CHAT}, "tools", 'the type "function", with a name'),
+        ({"tools": CHAT_TOOLS}, "tools", 'the type "function", with a name'),
         ({"tools": [{**TOOLS[0], "strict": 1}]}, "tools", 'the type "function"'),
         ({"reasoning": {"effort": "high"}}, "reasoning", "no effort"),
         ({"reasoning": "high"}, "reasoning", "an object"),
@@ -509,14 +503,4 @@ def test_usage_has_only_what_is_counted_and_shown():
 
 @pytest.mark.long
 def test_the_loop_of_the_page(servers):
-    server = servers("hermes")
-    page = (ROOT / "docs/howto/serving.md").read_text()
-    code = next(block for block in re.findall(r"^```python3\n(.*?)^```$", page, re.M | re.S) if "responses" in block)
-    code = code.replace("http://127.0.0.1:8000", server.running.url).replace('"none"', f'"{KEY}"')
-    code = code.replace('"qwen3"', '"scripted"')
-    server.says(call_in("hermes", "get_weather", '{"city": "Oslo"}'), "It is cold in Oslo.")
-    printed = list[str]()
-    names: dict[str, Any] = {"print": printed.append}
-    exec(code, names)
-    names["client"].close()
-    assert printed == ["It is cold in Oslo."]
+    assert run_page(servers("hermes"), "responses") == ["It is cold in Oslo."]

@@ -2,7 +2,6 @@
 """Calls of tools through the server, with OpenAI's own client, and a scripted model for each family of templates."""
 
 import json
-import re
 
 import httpx
 import openai
@@ -10,17 +9,24 @@ import pytest
 
 from models import serve
 from models.recall import CHECKPOINT
-from tests.drive import ROOT
-from tests.models.scripted_kit import ARGUMENTS, CITY, FAMILIES, THOUGHT, call_in, num_common, text_in
+from tests.models.scripted_kit import (
+    ARGUMENTS,
+    CHAT_TOOLS,
+    CITY,
+    FAMILIES,
+    QUESTION,
+    THOUGHT,
+    AgentTurn,
+    call_in,
+    run_agent,
+    run_page,
+    text_in,
+)
 from tests.models.serve_kit import GREEDY, KEY
 
 pytestmark = pytest.mark.long
 
-TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "Weather now", "parameters": CITY}},
-    {"type": "function", "function": {"name": "get_time"}},
-]
-USER = {"role": "user", "content": "Weather in Åre, and the time?"}
+USER = {"role": "user", "content": QUESTION}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -69,49 +75,31 @@ def answers_of(server, messages, tools, *, streams, **fields):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_agents_loop_finds_its_history_in_the_cache(servers, family, streams):
-    """Two tools and four turns; the last one comes after a new question."""
+    """Two tools and four turns; the last turn comes after a new question."""
     server = servers(family)
-    thought = THOUGHT if family == "harmony" else ""
-    server.says(
-        thought + call_in(family, "get_weather", ARGUMENTS),
-        call_in(family, "get_time", "{}"),
-        text_in(family, "Cold, at noon."),
-        text_in(family, "You are welcome."),
-    )
-    functions = {"get_weather": lambda city, days: f"cold in {city} for {days}", "get_time": lambda: "12:00"}
-    first, messages, used, counts = len(server.prompts), [USER], [], []
-    for _ in range(4):
-        salt = {"cache_salt": f"loop {streams}"}
+    salt = {"cache_salt": f"loop {streams}"}
+
+    def ask(messages):
         (message,), (finish,), usage = answers_of(
-            server, messages, TOOLS, streams=streams, temperature=0, extra_body=salt
+            server, messages, CHAT_TOOLS, streams=streams, temperature=0, extra_body=salt
         )
-        counts.append((usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens, usage.completion_tokens))
-        messages.append(message)
-        calls = message.get("tool_calls", [])
+        calls = [
+            (call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls", ())
+        ]
         assert finish == ("tool_calls" if calls else "stop") and (message["content"] is None) == bool(calls)
-        for call in calls:
-            function = call["function"]
-            used.append((function["name"], function["arguments"]))
-            result = functions[function["name"]](**json.loads(function["arguments"]))
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-        if len(counts) == 3:
-            messages.append({"role": "user", "content": "Thanks."})
-    assert used == [("get_weather", ARGUMENTS), ("get_time", "{}")]
-    assert [message["content"] for message in messages if message["role"] == "assistant"] == [
-        None,
-        None,
-        "Cold, at noon.",
-        "You are welcome.",
-    ]
-    prompts, answers = server.prompts[first:], server.answers[first:]
-    assert prompts[2] == server.prompt_of([_as_template(message) for message in messages[:5]], TOOLS)
-    for turn, (cached, num_prompt, num_answer) in enumerate(counts):
-        assert (num_prompt, num_answer) == (len(prompts[turn]), len(answers[turn]) + 1)
-        before = [*prompts[turn - 1], *answers[turn - 1]] if turn else []
-        if family == "harmony" and turn == 3:  # its template leaves out thoughts once there is an answer
-            assert num_common(prompts[3], before) == len(prompts[0]) == cached
-        else:
-            assert prompts[turn][: len(before)] == before and cached == len(before)
+        num_cached = usage.prompt_tokens_details.cached_tokens
+        return AgentTurn([message], message["content"], calls, num_cached, usage.prompt_tokens, usage.completion_tokens)
+
+    def make_result(call_id, text):
+        return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+    first = len(server.prompts)
+    thanks = {"role": "user", "content": "Thanks."}
+    messages, texts = run_agent(server, family, USER, ask, make_result, thanks)
+    assert texts == [None, None, "Cold, at noon.", "You are welcome."]
+    expected = server.prompt_of([_as_template(message) for message in messages[:5]], CHAT_TOOLS)
+    assert server.prompts[first + 2] == expected
 
 
 def _as_template(message):
@@ -167,7 +155,7 @@ def test_answers_have_content_and_calls(servers, family, number, streams):
     text, content, calls = ANSWERS[family][number]
     server = servers(family)
     server.says(text)
-    (message,), (finish,), usage = answers_of(server, [USER], TOOLS, streams=streams, temperature=0)
+    (message,), (finish,), usage = answers_of(server, [USER], CHAT_TOOLS, streams=streams, temperature=0)
     assert (message["content"], calls_of(message), message["role"]) == (content, calls, "assistant")
     assert finish == ("tool_calls" if calls else "stop")
     assert usage.completion_tokens == len(server.tokenizer.encode(text).ids) + (
@@ -182,7 +170,9 @@ def test_answers_have_content_and_calls(servers, family, number, streams):
 def test_the_clients_own_stream_gathers_a_call(servers, family):
     server = servers(family)
     server.says(call_in(family, "get_weather", ARGUMENTS))
-    with server.client.chat.completions.stream(model="scripted", messages=[USER], tools=TOOLS, temperature=0) as stream:
+    with server.client.chat.completions.stream(
+        model="scripted", messages=[USER], tools=CHAT_TOOLS, temperature=0
+    ) as stream:
         kinds = [event.type for event in stream]
         (choice,) = stream.get_final_completion().choices
     assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
@@ -199,7 +189,7 @@ def test_samples_limits_stop_strings_and_log_probabilities_go_with_calls(servers
     server, text = servers(family), call_in(family, "get_weather", ARGUMENTS)
     ask = {"streams": streams, "temperature": 0}
     server.says(text)
-    messages, finishes, usage = answers_of(server, [USER], TOOLS, n=3, **ask)
+    messages, finishes, usage = answers_of(server, [USER], CHAT_TOOLS, n=3, **ask)
     assert [calls_of(message) for message in messages] == [[("get_weather", ARGUMENTS)]] * 3
     assert finishes == ["tool_calls"] * 3 and usage.completion_tokens == 3 * (len(server.answers[-1]) + 1)
     assert len({message["tool_calls"][0]["id"] for message in messages}) == 3
@@ -208,7 +198,7 @@ def test_samples_limits_stop_strings_and_log_probabilities_go_with_calls(servers
     size = len(server.tokenizer.encode(text[: text.index(ARGUMENTS)] + beginning).ids)
     for cut, finish in (({"max_tokens": size}, "length"), ({"stop": ', "days"'}, "stop")):
         server.says(text)
-        (message,), finishes, _ = answers_of(server, [USER], TOOLS, **cut, **ask)
+        (message,), finishes, _ = answers_of(server, [USER], CHAT_TOOLS, **cut, **ask)
         assert finishes == [finish]
         if streams:  # the beginning of a call is not taken back
             assert calls_of(message) == [("get_weather", beginning)]
@@ -216,7 +206,7 @@ def test_samples_limits_stop_strings_and_log_probabilities_go_with_calls(servers
             assert not calls_of(message) and message["content"].endswith(beginning)
 
     server.says(text)
-    found = server.ask([USER], TOOLS, logprobs=True, stream=streams, temperature=0)
+    found = server.ask([USER], CHAT_TOOLS, logprobs=True, stream=streams, temperature=0)
     choices = [chunk.choices[0] for chunk in found] if streams else found.choices
     entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
     shown = "".join(entry.token for entry in entries)
@@ -228,7 +218,7 @@ def test_one_call_is_all_where_no_parallel_ones_are_wanted(servers, streams):
     server = servers("hermes")
     server.says(ANSWERS["hermes"][0][0])
     (message,), finishes, _ = answers_of(
-        server, [USER], TOOLS, streams=streams, temperature=0, parallel_tool_calls=False
+        server, [USER], CHAT_TOOLS, streams=streams, temperature=0, parallel_tool_calls=False
     )
     assert (calls_of(message), finishes) == ([("get_weather", ARGUMENTS)], ["tool_calls"])
 
@@ -238,7 +228,7 @@ def test_without_tools_or_with_the_choice_none_a_call_is_text(servers, family, s
     server = servers(family)
     text = call_in(family, "get_time", "{}")
     wanted = "{}" if family == "harmony" else text
-    for tools, fields in ((TOOLS, {"tool_choice": "none"}), (None, {}), ([], {"tool_choice": "auto"})):
+    for tools, fields in ((CHAT_TOOLS, {"tool_choice": "none"}), (None, {}), ([], {"tool_choice": "auto"})):
         server.says(text)
         (message,), finishes, _ = answers_of(server, [USER], tools, streams=streams, temperature=0, **fields)
         assert (message["content"], finishes) == (wanted, ["stop"]) and not calls_of(message)
@@ -249,7 +239,7 @@ def test_without_tools_or_with_the_choice_none_a_call_is_text(servers, family, s
 
 def test_tokens_of_a_chat_are_counted_with_its_tools(servers, family):
     server = servers(family)
-    for tools in (None, [], TOOLS):
+    for tools in (None, [], CHAT_TOOLS):
         found = server.running.post({"messages": [USER], "tools": tools}, "/tokenize").json()
         assert found["tokens"] == server.prompt_of([USER], tools)
     wrong = server.running.post({"messages": [USER], "tools": [{"function": {}}]}, "/tokenize")
@@ -262,10 +252,10 @@ def test_a_message_is_continued_in_a_chat_with_tools(servers, family, streams):
     messages = [USER, {"role": "assistant", "content": "It is"}]
     server.says(" cold.")
     (message,), finishes, _ = answers_of(
-        server, messages, TOOLS, streams=streams, temperature=0, extra_body={"continue_final_message": True}
+        server, messages, CHAT_TOOLS, streams=streams, temperature=0, extra_body={"continue_final_message": True}
     )
     assert (message["content"], finishes) == (" cold.", ["stop"])
-    text = server.template.render(messages, TOOLS, continue_final_message=True)
+    text = server.template.render(messages, CHAT_TOOLS, continue_final_message=True)
     assert server.prompts[-1] == server.tokenizer.encode(text, add_special_tokens=False).ids and text.endswith("It is")
 
 
@@ -276,7 +266,7 @@ def test_a_mistake_of_the_model_does_not_end_a_conversation(servers, family):
     server.says(text_in(family, "Sorry."))
     history = [{"role": "assistant", "content": None, "tool_calls": calls, "function_call": None, "index": 0}]
     found = server.ask(
-        [USER, *history, {"role": "tool", "content": [], "tool_call_id": "call_1"}], TOOLS, temperature=0
+        [USER, *history, {"role": "tool", "content": [], "tool_call_id": "call_1"}], CHAT_TOOLS, temperature=0
     )
     assert found.choices[0].message.content == "Sorry."
 
@@ -323,18 +313,22 @@ def test_requests_as_agents_kits_send_them(servers, family):
 def test_the_old_fields_are_refused_by_name(servers, fields, param):
     server = servers("hermes")
     with pytest.raises(openai.BadRequestError) as caught:
-        server.client.chat.completions.create(**{"model": "scripted", "messages": [USER], "tools": TOOLS, **fields})
+        server.client.chat.completions.create(
+            **{"model": "scripted", "messages": [USER], "tools": CHAT_TOOLS, **fields}
+        )
     assert caught.value.param == param
 
 
 def test_a_template_without_a_format_refuses_tools_and_names_the_formats(client):
     with pytest.raises(openai.BadRequestError, match="--tool-format: hermes, llama3, harmony") as caught:
-        client.chat.completions.create(messages=[USER], tools=TOOLS, **GREEDY)
+        client.chat.completions.create(messages=[USER], tools=CHAT_TOOLS, **GREEDY)
     assert caught.value.param == "tools"
     message = {"role": "user", "content": "where is alice ?"}
-    assert client.chat.completions.create(messages=[message], tools=TOOLS, tool_choice="none", max_tokens=1, **GREEDY)
+    assert client.chat.completions.create(
+        messages=[message], tools=CHAT_TOOLS, tool_choice="none", max_tokens=1, **GREEDY
+    )
     with pytest.raises(openai.BadRequestError, match=r"tools: got .*, wanted none or \[\]: nothing else is served"):
-        client.completions.create(prompt="alice", extra_body={"tools": TOOLS}, **GREEDY)
+        client.completions.create(prompt="alice", extra_body={"tools": CHAT_TOOLS}, **GREEDY)
 
 
 def test_an_option_names_the_format(capsys, tmp_path):
@@ -348,14 +342,4 @@ def test_an_option_names_the_format(capsys, tmp_path):
 
 
 def test_the_tools_of_the_page_are_called(servers):
-    server = servers("hermes")
-    page = (ROOT / "docs/howto/serving.md").read_text()
-    code = next(block for block in re.findall(r"^```python3\n(.*?)^```$", page, re.M | re.S) if "tool_calls" in block)
-    code = code.replace("http://127.0.0.1:8000", server.running.url).replace('"none"', f'"{KEY}"')
-    code = code.replace('"qwen3"', '"scripted"')
-    server.says(call_in("hermes", "get_weather", '{"city": "Oslo"}'), "It is cold in Oslo.")
-    printed = list[str]()
-    names = {"print": printed.append}
-    exec(code, names)
-    names["client"].close()
-    assert printed == ["It is cold in Oslo."]
+    assert run_page(servers("hermes"), "tool_calls") == ["It is cold in Oslo."]

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.chat import Template
-from models.openai_api import CHATS, ApiError, Fields, Limits
+from models.openai_api import ApiError, Fields, Limits
+from models.openai_fields import CHATS
 from models.openai_messages import read_messages, read_rendering, read_tools
 from models.serve_app import Api
 from models.serve_job import Served

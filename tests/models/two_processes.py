@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates on a mesh of four devices of two processes, or of one: `python -m tests.models.two_processes PORT NUMBER`.
+"""Generates on a mesh of four devices of two processes or of one: `python -m tests.models.two_processes PORT NUMBER`.
 
-PORT is the coordinator's, 0 for one process alone; NUMBER is this process's. Prints a line of JSON: the outputs, the
+PORT is the coordinator's, or 0 for a single process. NUMBER is this process's. Prints a line of JSON: the outputs, the
 decoded events, and a digest of the state. The clocks of the processes differ. With `--fail` process number 1 cannot
-start a move; with `--context` the processes divide the tokens of blocks, in place of the heads.
+start a move. With `--context` the processes divide the tokens of blocks in place of the heads.
 """
 
 import argparse
@@ -19,7 +19,7 @@ PROMPTS, LENGTH = 3, 40
 
 
 def generate_all(fail: bool, start: int, context: bool):
-    """Three documents twice, through a cache that holds one of them on the device and all on the host."""
+    """Three documents twice, through a cache which holds one document on the device and all on the host."""
     import kvjax
     from kvjax.pools import host
     from models import load
@@ -68,7 +68,7 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = generate_all(args.fail and args.number == 1, 1_000_000 * args.number, args.context)
-    lost = [str(one.message) for one in caught if "computed again" in str(one.message)]
+    lost = [str(warning.message) for warning in caught if "computed again" in str(warning.message)]
     print(json.dumps(result | {"lost": lost}))
 
 

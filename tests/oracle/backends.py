@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two caches behind the same few methods, for the scenario runner: the one in plain Python and the library's.
+"""Two caches with the same few methods, for the scenario runner: the cache in plain Python and the library's.
 
-Rows are numbered. `append` is `extend` and then `commit`; with a number k, in blocks of up to k steps, if all of it
-fits. Each method returns the results that a scenario can check. The library's programs are compiled once for a small
-set of rounded shapes, because the pool's true size is a traced number.
+Rows are numbered. `append` is `extend` and then `commit`, or with a number k, blocks of up to k steps, if all of it
+fits. Each method returns the results which a scenario can check. The library's programs are compiled once for a small
+set of rounded shapes, since the pool's true size is a traced number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AMPLE = 2**30  # the free records of an unbounded log
 
 
 class Prompt(NamedTuple):
-    """Tokens, with all else that decides whether they match."""
+    """Tokens, with everything else needed to match them."""
 
     tokens: list[int]
     extra_ids: list[int]
@@ -59,7 +59,7 @@ class Size(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The report of one operation: success, tokens found in the cache, and events by kind."""
+    """The report of an operation: success, tokens found in the cache, and events by kind."""
 
     ok: bool
     cached: int | None
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 
 
 def done(cached: int | None = None) -> Outcome:
-    """The outcome of an operation that cannot fail and reports no events."""
+    """The outcome of an operation which cannot fail and reports no events."""
     return Outcome(True, cached, collections.Counter())
 
 
@@ -165,7 +165,7 @@ class OracleBackend:
         return self.cache.snapshot() == before
 
     def _at(self, row: int, value: Any) -> list[Any]:
-        """A list of one entry per row, zero but at `row`."""
+        """A list with an entry for each row: `value` at `row`, zero elsewhere."""
         return [value if seq == row else type(value)(0) for seq in range(len(self.cache.rows))]
 
     def _outcome(self, result: Result) -> Outcome:
@@ -178,7 +178,7 @@ class OracleBackend:
 
 
 class LibraryBackend:
-    """The library, jitted. Arrays are padded so that scenarios share programs."""
+    """The library, jitted. Arrays are padded, so scenarios share programs."""
 
     def __init__(self, size: Size, k: int | None = None):
         self.k = None if k is None else min(k, size.block_size)
@@ -283,7 +283,7 @@ class LibraryBackend:
         return drive.padded(prompt.tokens, self.spec.max_length), np.int32(len(prompt.tokens)), options
 
     def _at(self, row: int, value: Any) -> np.ndarray:
-        """An array of one entry per row, zero but at `row`."""
+        """An array with an entry for each row: `value` at `row`, zero elsewhere."""
         value = np.asarray(value)
         rows = np.zeros((self.spec.max_seqs, *value.shape), bool if value.dtype == bool else np.int32)
         rows[row] = value
@@ -298,7 +298,7 @@ BACKENDS = {"library": LibraryBackend, "oracle": OracleBackend}
 
 @functools.cache
 def spec_of(size: Size) -> Any:
-    """The spec of the library's cache. Scenarios of one spec share their programs."""
+    """The spec of the library's cache. Scenarios with the same spec share their programs."""
     layers = [kvjax.LayerSpec(1, 1, window) for window in size.windows] if size.windows != (None,) else []
     return kvjax.make_spec(
         layers,
@@ -338,10 +338,10 @@ def _at_once(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
 
 
 def _in_blocks(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
-    """Appends in blocks of up to k steps, like a decode loop that sees the end only when it comes and then stops early.
+    """Appends in blocks of up to k steps, like a decode loop which only sees the end when it comes, and stops early.
 
-    As in the loop, a refused block of steps becomes a single step. A block of steps that stops early may have evicted
-    up to one block in each group in vain. `test_scenarios.py` would name files whose expectations that changes.
+    As in the loop, a refused block of steps becomes a single step. A block of steps which stops early may have evicted
+    up to one block in each group in vain. `test_scenarios.py` would name files whose expectations this changes.
     """
     outcome, done = Outcome(True, None, collections.Counter()), 0
     while done < len(prompt.tokens):

@@ -24,9 +24,9 @@ class Status(enum.IntEnum):
 
 
 class Event(NamedTuple):
-    """An event of one block: `kind` is stored, removed, updated, copied or cleared.
+    """An event of a block: `kind` is stored, removed, updated, copied or cleared.
 
-    `path` ends with the block's last token; of a copied block, with the last token copied.
+    `path` ends with the block's last token, or for a copied block with the last token copied.
     """
 
     kind: str
@@ -36,9 +36,9 @@ class Event(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The report of a verb: one status per row, events, tokens looked up and found per row, blocks missing, moves.
+    """The report of a verb: a status for each row, events, tokens looked up and found per row, blocks missing, moves.
 
-    A move is (group, block, number); `complete` ends it.
+    A move is (group, block, number). `complete` ends it.
     """
 
     status: list[Status]
@@ -85,7 +85,7 @@ RETENTION = Retention()
 
 @dataclasses.dataclass
 class Block:
-    """One block; `node` is its entry in the index, or None."""
+    """A block. `node` is its entry in the index, or None."""
 
     refcount: int = 0
     copies: int = 0  # of these holders, copies of the present call
@@ -107,7 +107,10 @@ class Block:
 
 @dataclasses.dataclass
 class Row:
-    """One sequence: `length` tokens reserved, of which `tokens` are written; a table per group, gaps are NO_BLOCK."""
+    """A sequence: `length` tokens reserved, of which `tokens` are written, and a table per group. Gaps are NO_BLOCK.
+
+    Nothing reads the columns `holes` of the first table. A hole keeps its block as long as others read it.
+    """
 
     namespace: int = 0
     length: int = 0
@@ -116,13 +119,14 @@ class Row:
     prompt: int = 0  # tokens of the prompt
     retention: Retention = RETENTION
     swapped: bool = False
+    holes: frozenset[int] = frozenset()
 
     def copy(self) -> Row:
-        """An equal row that shares nothing with this one."""
+        """An equal row with its own lists."""
         return dataclasses.replace(self, tokens=list(self.tokens), tables=[list(table) for table in self.tables])
 
     def requested_priority(self, first: int) -> Priority | None:
-        """The requested priority of the block that begins with token `first`, or None."""
+        """The requested priority of the block from token `first` on, or None."""
         if first >= self.prompt:
             return self.retention.generated
         for start, end, priority in self.retention.ranges:
@@ -133,9 +137,9 @@ class Row:
 
 @dataclasses.dataclass
 class Group:
-    """The blocks of one attention window (None: full attention); `index` is the block of each node.
+    """The blocks of an attention window (None: full attention). `index` has the block of each node.
 
-    A `recurrent` group has a window of 2: of a sequence the next token needs the block of the token before.
+    A `recurrent` group has a window of 2: the next token of a sequence needs the block of the token before.
     At most `num_blocks` blocks are on the device and `num_host_blocks` on the host. Each block has its tier.
     """
 
@@ -156,14 +160,14 @@ class Group:
         return {"empty": self.num_blocks - active - cached, "cached": cached, "active": active}
 
     def sees(self, column: int, written: int, size: int) -> bool:
-        """Whether the token after `written` ones sees any part of a sequence's block at `column`."""
+        """Whether the next token after `written` tokens sees any part of a sequence's block at `column`."""
         return (
             self.window is None or column * size < self.sink_tokens or (column + 1) * size > written - self.window + 1
         )
 
 
 def snapshots(block: Block) -> tuple[bool, int]:
-    """The score of recurrent groups: first those that a row has gone past, by age in each class."""
+    """The score of recurrent groups: first the blocks which a row has passed, by age in each class."""
     return not block.passed, block.queued
 
 

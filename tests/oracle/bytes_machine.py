@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache whose K/V identify their tokens: random histories, in which every byte that may be read is compared.
+"""A cache whose K/V identify their tokens: random histories, with a comparison of every readable byte.
 
-The K/V of a token are a hash of (namespace, all tokens up to it, layer, K or V). A namespace is a tenant's under one
-version of the weights: rows in flight go on under theirs when there are new ones. After every step
+The K/V of a token are a hash of (namespace, all tokens up to it, layer, K or V). A namespace belongs to a tenant and a
+version of the weights: rows in flight keep their version when there are new weights. After every step
 
-- each slot of a row's written tokens, where the row's view or its blocks on the host have it, holds the row's own;
+- each slot of a row's written tokens, if the row's view or its blocks on the host have it, holds the row's own K/V;
 - each findable block of every group, on both tiers, holds the K/V of its path;
-- of recurrent layers, each row's snapshot and each findable one is the name of its text;
-- a block that is reserved for K/V from outside is nobody else's, and holds those that were written;
+- in recurrent layers, each row's snapshot and each findable snapshot is the name of its text;
+- each block reserved for K/V from outside belongs to no one else, and holds the K/V written so far;
+- no findable block holds K/V that a row computed after a hole. Their names differ from the names of their text;
 - `check` passes, and the events give the index;
 
-and everything else may be overwritten with NaN, for nobody may read it.
+and everything else may be overwritten with NaN, since nothing may read it.
 
-    python -m tests.oracle.bytes_machine host --seed 3 --steps 2000  # a failure is cut down to the requests it takes
+    python -m tests.oracle.bytes_machine host --seed 3 --steps 2000  # cuts a failure down to the requests it takes
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from kvjax.testing.expected import MAX_TOKENS
 from kvjax.testing.requests import Draws
 from kvjax.testing.trial import verify_order
 from kvjax.tiers import FailedTransfer, TieredCache
+from pallas_kernels.by_token import blocks_by_head, blocks_by_token, head_shape, token_rows
 from pallas_kernels.loops import scan, varying
 from tests import cases, drive
 from tests.drive import BOTH
@@ -68,7 +70,7 @@ PRIME = 65_521  # below 2^16, so that products stay below 2^31 and float32 holds
 
 
 def advance(name: Any, token: Any, extra: Any = 0) -> Any:
-    """The name i32[...] of a prefix that is one token longer."""
+    """The name i32[...] of a prefix with a further token."""
     return (name * 26_861 + token * 7_919 + extra * 104_729 + 1) % PRIME
 
 
@@ -90,9 +92,9 @@ def vectors(names: Any, layers: int, xp: Any = np) -> Any:
 
 
 def values_of(names: Any, before: Any, layers: tuple[Any, ...], xp: Any = np) -> Any:
-    """f32[..., L, 2, 2]; for each layer K and V; for a recurrent one the states before the tokens and after them.
+    """f32[..., L, 2, 2]; K and V of each layer. A recurrent layer has the states before and after the tokens.
 
-    Those are names and 1; `before` i32[...] has 0 before a text's first token.
+    Each is a name and 1. `before` i32[...] has 0 before a text's first token.
     """
     found, states = vectors(names, len(layers), xp), xp.stack([before, names + 1], axis=-1).astype(xp.float32)
     states = xp.stack([states, states], axis=-1)
@@ -101,7 +103,7 @@ def values_of(names: Any, before: Any, layers: tuple[Any, ...], xp: Any = np) ->
 
 
 def cell(states: dict[str, jax.Array], inputs: jax.Array, count: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A recurrent layer whose state is the name of the text, or NaN if it did not begin with the right one."""
+    """A recurrent layer. Its state is the name of the text, or NaN if it began with the wrong name."""
     signs = signs_of(states["name"].shape[1])[None, :, 0]
 
     def step(state, at):
@@ -130,11 +132,11 @@ class Constant(Pytree):
 
 
 class Chain(Pytree, static=("layers",)):
-    """A model that computes the next names from those in the cache, and wrong ones if it sees a NaN.
+    """A model which computes the next names from the names in the cache, and wrong names if it sees a NaN.
 
     Attributes:
       roots: i32[V]: the name before a prompt's first token, by this token, since a model does not know its tenants.
-      layers: static: those of the configuration.
+      layers: static: layers of the configuration.
     """
 
     roots: jax.Array
@@ -188,8 +190,21 @@ class Chain(Pytree, static=("layers",)):
         return found
 
 
+def _with_layout(pools: Any, group: int, back: bool) -> Any:
+    """Pools of numpy with a group's arrays by head, from arrays by token; or `back` by token."""
+
+    def turned(pool: Any, array: Any) -> Any:
+        if not pool.by_token:
+            return array
+        rows = token_rows(pool.kv_heads, pool.head_dim)
+        return blocks_by_token(array, rows) if back else np.array(blocks_by_head(array, pool.head_dim))
+
+    arrays = tuple(map(turned, pools.spec.groups[group].pools, pools.arrays[group]))
+    return pools.replace(arrays=(*pools.arrays[:group], arrays, *pools.arrays[group + 1 :]))
+
+
 def visible(spec: Any, position: Any, written: Any) -> Any:
-    """bool[...]: whether the token after `written` ones sees the one at this position."""
+    """bool[...]: whether the next token after `written` tokens sees this position."""
     if spec.window is None:
         return position >= 0
     return (position > written - spec.window) | (position < spec.sink_tokens)
@@ -200,6 +215,8 @@ def read(pools: Any, group: int, pool: int) -> Any:
     array, scales = pools.arrays[group][pool], pools.scales and pools.scales[group][pool]
     if isinstance(array, jax.Array) and (context := pools.context(group)):
         array, scales = context.ordered(array), None if scales is None else context.ordered(scales)
+    if isinstance(array, jax.Array) and pools.spec.groups[group].pools[pool].by_token:
+        array = blocks_by_head(array, 2)
     if array.shape[2] == 1:  # a latent is K, then V
         xp = jnp if isinstance(array, jax.Array) else np
         return xp.moveaxis(array[:, :, 0].reshape(*array.shape[:2], 1, SIZE, 2, 2), 4, 2)
@@ -211,18 +228,18 @@ def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
         array = pools.at(layer)[-1]
         if isinstance(array, dict):
             _, pools = kvjax.recur(cell, pools, layer, view, values[:, :, layer, :, 0], width=WIDEST)
-        elif array.shape[2] == 1:
+        elif head_shape(array.shape, 2)[2] == 1:
             latent = jnp.concatenate([values[:, :, layer, which] for which in (0, 1)], axis=-1)
             pools = kvjax.write(pools, layer, latent[:, :, None], None, view)
         else:
-            signs = signs_of(array.shape[3])
+            signs = signs_of(head_shape(array.shape, 2)[3])
             k, v = (values[:, :, layer, which, None] * signs[None, None] for which in (0, 1))
             pools = kvjax.write(pools, layer, k, v, view)
     return pools
 
 
 def staged_blocks(config: Config, namespace: int, items: Path, have: np.ndarray) -> Staged:
-    """The bytes of a text's blocks where `have` bool[G, F], as the models above write them; NaN in all other slots."""
+    """The bytes of a text's blocks where `have` bool[G, F], as the models above write them. Other slots are NaN."""
     spec, names = config.spec(), np.zeros(WIDTH, np.int32)
     names[: len(items)] = names_of(namespace, items)
     is_token, last = np.arange(WIDTH) < len(items), np.minimum(np.arange(SIZE, WIDTH + 1, SIZE), len(items)) - 1
@@ -258,7 +275,7 @@ def staged_blocks(config: Config, namespace: int, items: Path, have: np.ndarray)
 
 
 def signs_of(heads: int) -> np.ndarray:
-    """f32[K, 1]: a factor for the values of each kv head, so that heads differ."""
+    """f32[K, 1]: a factor for the values of each kv head, to make heads differ."""
     return np.where(np.arange(heads) % 2, -1, 1).astype(np.float32)[:, None]
 
 
@@ -266,7 +283,7 @@ def signs_of(heads: int) -> np.ndarray:
 
 
 class Faults:
-    """A stand-in for the copies of `host_pool`, of which one fails after so many others."""
+    """A stand-in for the copies of `host_pool`. A copy fails after a given number of others."""
 
     def __init__(self):
         self.left: int | None = None
@@ -295,9 +312,9 @@ class Faults:
 def block_of_steps(
     cache: Cache, values: Any, tokens: Any, counts: Any, begun: Any, extra_ids: Any
 ) -> tuple[Cache, kvjax.Events, kvjax.Events]:
-    """Writes counts i32[S] tokens of each row in reserved slots, one a step, then commits them and trims the rows.
+    """Writes counts i32[S] tokens of each row in reserved slots, a token per step, then commits and trims the rows.
 
-    `values` are those of `Constant` for up to P steps; `begun` bool[S].
+    `values` are the values of `Constant` for up to P steps, and `begun` is bool[S].
     """
 
     def one(number: Any, pools: Pools) -> Pools:
@@ -358,27 +375,27 @@ def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The options of a cache, and the requests to it.
+    """The options of a cache, and of the requests to it.
 
     Attributes:
       layers: (window, sink tokens) of each layer, or RECURRENT, or LATENT.
       rows: S.
       width: tokens of a row.
-      blocks: N of each group; a bare first group has enough.
+      blocks: N of each group. A bare first group has enough.
       host: H of each group.
-      dtype: of the pools.
-      faces: the faces whose verbs are called. "TieredCache" makes its moves; else they are made by verb, `move`,
-        `apply` and `complete`.
-      every: whether each verb is given all its optional arguments.
-      reserve_tokens: for admit, of prompts that are computed in chunks.
-      heads: kv heads; if more than one, a mesh of as many devices divides them.
-      context: devices that divide blocks.
+      dtype: dtype of the pools.
+      faces: the faces whose verbs are called. "TieredCache" makes its moves, else the machine makes them by verb,
+        `move`, `apply` and `complete`.
+      every: whether each verb gets all its optional arguments.
+      reserve_tokens: argument of admit, for prompts computed in chunks.
+      heads: kv heads. If there are several, a mesh of as many devices divides them.
+      context: devices which divide blocks.
       generate: whether `generate` is among the requests.
       kernels: whether the transitions of a decode step are interpreted kernels.
-      verbs: those that may be called, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
-        between loops. Fewer take less time to compile.
-      policy: the policy of eviction; None: `lru`.
-      options: for `make_spec`.
+      verbs: the verbs to call, or None for all. "loop admit" is an admit inside a loop, "wide extend" an extend between
+        loops. Fewer take less time to compile.
+      policy: the policy of eviction. None means `lru`.
+      options: options for `make_spec`.
     """
 
     layers: tuple[Any, ...] = TWO
@@ -429,24 +446,43 @@ class Config:
 
 @dataclasses.dataclass
 class Row:
-    """The right contents of a sequence: `items` are written; `prompt` may have more tokens to write."""
+    """The right contents of a sequence: `items` are written, and `prompt` may have more tokens to write.
+
+    Its first group has no blocks in the columns `holes`. K/V computed after a hole are approximate: `spoiled` has
+    (position, salt), and the names from each position on differ from the names of the text.
+    """
 
     namespace: int
     prompt: Path
     items: Path
     swapped: bool = False
+    holes: frozenset[int] = frozenset()
+    spoiled: tuple[tuple[int, int], ...] = ()
+
+    def names(self) -> np.ndarray:
+        """i32[n]: the names of the row's tokens."""
+        names = names_of(self.namespace, self.items)
+        for position, salt in self.spoiled:
+            names[position:] = (names[position:] + salt) % PRIME
+        return names
+
+    def spoil(self, length: int, salt: int) -> None:
+        """Makes the K/V approximate from `length` on, as far as there are holes before."""
+        before = tuple(mark for mark in self.spoiled if mark[0] < length)
+        self.holes = frozenset(column for column in self.holes if column * SIZE < length)
+        self.spoiled = (*before, (length, salt)) if self.holes else ()
 
 
 @dataclasses.dataclass
 class Adoption:
-    """Blocks that are reserved for a text whose K/V come from outside.
+    """Blocks reserved for a text whose K/V come from outside.
 
     Attributes:
-      namespace: of the text.
+      namespace: namespace of the text.
       items: the text.
-      adopted: of the events of `adopt`.
-      blocks: i32[G, F]; those that are reserved.
-      written: bool[G, F]; those whose pool rows hold their K/V.
+      adopted: `adopted` in the events of `adopt`.
+      blocks: i32[G, F]; the reserved blocks.
+      written: bool[G, F]; blocks whose pool rows hold their K/V.
     """
 
     namespace: int
@@ -457,24 +493,24 @@ class Adoption:
 
 
 class Life:
-    """A cache that carries out requests, with a comparison of all its bytes after each.
+    """A cache which carries out requests, with a comparison of all its bytes after each.
 
     Attributes:
       cache: state and pools.
       host: the host's pools, or None.
       rows: the right contents of each row in use.
-      adoptions: what is reserved and has not landed.
+      adoptions: reservations without their K/V so far.
       mirror: the index by the events alone.
-      version: the newest of the weights.
+      version: the newest version of the weights.
       tally: a count of each kind of happening.
-      arguments: those that verbs were given, with another value than their defaults.
+      arguments: arguments which verbs got with another value than their defaults.
       time: ms; the library's 32 bits of it wrap soon.
     """
 
     def __init__(self, config: Config, faults: Faults):
         self.config, self.faults, self.spec = config, faults, config.spec()
         self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
-        self.version = 0
+        self.version = self.salts = 0
         self.tally: collections.Counter[str] = collections.Counter()
         self.arguments: set[draws.Argument] = set()
         self.time = 2**31 - 20
@@ -506,7 +542,7 @@ class Life:
     # One step.
 
     def do(self, request: Request) -> None:
-        """Carries out one request and verifies the cache.
+        """Carries out a request and verifies the cache.
 
         Raises:
           AssertionError: if a byte or anything else is wrong.
@@ -525,12 +561,32 @@ class Life:
         """Reads copies of the state and the bytes: numpy's views would keep arrays from being donated."""
         take = functools.partial(jax.tree.map, lambda x: np.array(x))
         self.state: Any = take(jax.device_get(self.cache.state))
-        self.tables = take(jax.device_get(self.programs["view"](self.cache.state, np.int32(1), max_tokens=1).tables))
+        self.tables = take(jax.device_get(self.programs["view"](self.seen(), np.int32(1), max_tokens=1).tables))
         self.bytes = self.by_token(take(jax.device_get((self.cache.pools, self.host))))
 
+    def seen(self) -> kvjax.CacheState:
+        """The state whose view has the tables. A view of rows with holes has no table without a token to write."""
+        state = self.cache.state
+        if not self.spec.thinning:
+            return state
+        length, committed = np.array(state.seqs.length), np.array(state.seqs.committed)
+        length = np.where(length > 0, np.maximum(length, committed + 1), 0).astype(np.int32)
+        return state.replace(seqs=state.seqs.replace(length=jax.device_put(length, state.seqs.length.sharding)))
+
+    def table_of(self, seq: int, group: int) -> np.ndarray:
+        """i32[M]: the pool rows of a row's view, by column. Views are packed: holes have no entry."""
+        table, scratch = self.tables[group][seq], self.spec.groups[group].num_blocks
+        if self.spec.thinning and group == 0:
+            columns = [column for column in range(len(table)) if column not in self.rows[seq].holes]
+            packed, table = table, np.full_like(table, scratch)
+            table[columns] = packed[: len(columns)]
+        return np.where(table == scratch, -1, table)
+
     def by_token(self, tiers: Any, back: bool = False) -> Any:
-        """Pools of both tiers, of numpy, with the tokens of each block in order; or `back` in that of the devices."""
-        for number in range(len(self.spec.groups)):
+        """Pools of both tiers, of numpy, by head with the tokens of a block in order; or `back` as on the devices."""
+        for number, group in enumerate(self.spec.groups):
+            if any(pool.by_token for pool in group.pools):
+                tiers = [None if tier is None else _with_layout(tier, number, back) for tier in tiers]
             if context := self.cache.pools.context(number):
                 context = dataclasses.replace(context, size=SIZE // context.size) if back else context
                 ordered = functools.partial(jax.tree.map, context.ordered)
@@ -564,7 +620,7 @@ class Life:
                     raise AssertionError(self.complaint(number, p, row, at, got[row, at], owners))
 
     def verify_snapshots(self, number: int, demand: np.ndarray, owners: Any) -> None:
-        """Of what a block is to hold of a text, the last name is its snapshot."""
+        """Requires the snapshot of each block to be the last name of its text."""
         tiers = [pools.arrays[number][0] for pools in self.bytes if pools is not None]
         names, lengths = (
             np.concatenate([tiers[0][part][:-1], *(tier[part] for tier in tiers[1:])])
@@ -586,7 +642,7 @@ class Life:
         return np.moveaxis(joined, 4, 1) * signs_of(joined.shape[3])
 
     def demands(self) -> list[tuple[np.ndarray, list[tuple[str, np.ndarray]]]]:
-        """For each group, the names i32[N + H, P] that slots must have, -1 for any, and the readers of pool rows."""
+        """For each group, the required names i32[N + H, P] of slots, -1 for any, and the readers of pool rows."""
         found = []
         for number, (group, spec) in enumerate(zip(self.state.groups, self.spec.groups, strict=True)):
             slot = np.arange(spec.num_ids) if group.host is None else group.host.pool_row
@@ -602,16 +658,16 @@ class Life:
             for seq, row in self.rows.items():
                 table = np.where(group.table[seq] >= 0, slot[group.table[seq]], -1)
                 if not row.swapped:
-                    table = self.tables[number][seq]
-                    table = np.where(table == spec.num_blocks, -1, table)
+                    table = self.table_of(seq, number)
                 where = np.arange(len(row.items))
-                held = table[where // SIZE] >= 0
-                lost = ~held & visible(spec, where, len(row.items))
+                is_hole = np.isin(where // SIZE, [*row.holes]) & (number == 0)
+                held = (table[where // SIZE] >= 0) & ~is_hole
+                lost = ~held & ~is_hole & visible(spec, where, len(row.items))
                 assert not lost.any(), f"row {seq} sees nothing at {where[lost]} in group {number}"
                 if spec.recurrent:  # blocks that it has gone past are still held only if nothing was written since
                     held &= where >= len(row.items) - 1
                 rows, where = table[where // SIZE][held], where[held]
-                want(f"row {seq}", rows, where % SIZE, names_of(row.namespace, row.items)[where])
+                want(f"row {seq}", rows, where % SIZE, row.names()[where])
             for (of, block, _), (namespace, path, *_) in self.mirror.nodes.items():
                 if of == number:
                     start = (len(path) - 1) // SIZE * SIZE
@@ -644,7 +700,7 @@ class Life:
         return f"group {group} pool {pool}, {tier} row {row}, slot {at} is read by {whose}, and holds {found}"
 
     def poison(self) -> None:
-        """Writes NaN to every slot that nobody may read, including scratch and the host's."""
+        """Writes NaN to every slot which nothing may read, including scratch and the host's."""
         for number, (demand, _) in enumerate(self.demands()):
             free = demand < 0
             n = self.spec.groups[number].num_blocks
@@ -688,7 +744,7 @@ class Life:
         return records
 
     def call(self, face: str, verb: str, *args: Any, **options: Any) -> Any:
-        """Calls a verb on a face; returns its events, and the answer of one that changes nothing."""
+        """Calls a verb on a face. Returns its events, or the answer of a verb which changes nothing."""
         if "now" in draws.parameters(draws.verbs(face)[verb]):
             options["now"] = np.int32((self.time + 2**31) % 2**32 - 2**31)
         self.arguments |= draws.given(face, verb, args, options)
@@ -707,7 +763,7 @@ class Life:
         return events
 
     def on_face(self, verb: str, *args: Any, **options: Any) -> kvjax.Events:
-        """Runs a verb that moves nothing between the tiers."""
+        """Runs a verb without moves between the tiers."""
         face = self.face
         if verb in ("admit", "extend"):
             face = "Cache" if face == "state" else face  # a state's copies are left to its caller
@@ -715,7 +771,7 @@ class Life:
         return self.note(verb, self.call(face, verb, *args, **options))
 
     def moving(self, verb: str, *args: Any, **options: Any) -> tuple[kvjax.Events, list[int]]:
-        """Runs a verb that may move blocks; also returns the rows that a failed move has cost."""
+        """Runs a verb which may move blocks. Also returns the rows lost by a failed move."""
         if self.face == "TieredCache" and verb != "adopt":
             return self.by_method(verb, *args, **options)
         tiers = {"tiers": BOTH} if verb in ("admit", "extend", "adopt") else {}
@@ -736,7 +792,7 @@ class Life:
         return events, self.completed(transfer, ok)
 
     def by_method(self, verb: str, *args: Any, **options: Any) -> tuple[kvjax.Events, list[int]]:
-        """Calls a method of `TieredCache`; see `moving`."""
+        """Calls a method of `TieredCache`, as `moving` does."""
         try:
             events, lost, gone = self.call("TieredCache", verb, *args, **options), [], None
         except FailedTransfer as failure:
@@ -777,7 +833,7 @@ class Life:
     # From requests to verbs.
 
     def text_of(self, request: Request) -> tuple[Path, tuple[Any, ...], np.ndarray, dict[str, Any]]:
-        """A text from outside: its items; tokens and length; `have` bool[G, F]; options of `adopt`."""
+        """A text from outside: its items, (tokens, length), `have` bool[G, F], and options of `adopt`."""
         tokens = request["tokens"]
         options = {"namespace": np.int32(request["namespace"])}
         if self.extra:
@@ -788,7 +844,7 @@ class Life:
         return self.items(tokens), (padded(tokens), np.int32(len(tokens))), have, options
 
     def _adopt(self, request: Request) -> None:
-        """Takes K/V from outside, in one call."""
+        """Takes K/V from outside, in a single call."""
         items, text, have, options = self.text_of(request)
         kv, failures = staged_blocks(self.config, request["namespace"], items, have), self.tally["failed"]
         if request["wide"]:
@@ -817,7 +873,7 @@ class Life:
             self.adoptions.append(Adoption(request["namespace"], items, events.adopted, blocks, written))
 
     def _deliver(self, request: Request) -> None:
-        """Writes some K/V into the blocks that are reserved for them, and NaN into none."""
+        """Writes some K/V into the blocks reserved for them, and NaN into none."""
         if not self.adoptions:
             return
         adoption = self.adoptions[request["which"] % len(self.adoptions)]
@@ -830,7 +886,7 @@ class Life:
         self.cache, adoption.written = self.cache.replace(pools=pools), adoption.written | came
 
     def _finish_adoption(self, request: Request) -> None:
-        """Lands what has been written, or a part of it."""
+        """Finishes an adoption with all or a part of the written blocks."""
         if not self.adoptions:
             return
         adoption, before = self.adoptions.pop(request["which"] % len(self.adoptions)), self.mirror.index
@@ -849,7 +905,7 @@ class Life:
             self.tally["landed beside the first group"] += landed and number > 0
 
     def _update(self, request: Request) -> None:
-        """New weights; whatever is in flight goes on under its own."""
+        """Changes the weights. Everything in flight keeps its version."""
         del request
         self.version += 1
         self.tally["rows of old weights"] += len(self.rows)
@@ -884,7 +940,7 @@ class Life:
         self.lose(lost)
 
     def expected_hit(self, tokens: np.ndarray, length: np.ndarray, options: dict[str, Any], wide: bool) -> int:
-        """The number of cached tokens that `lookup` finds of a first prompt; and compares the free rows."""
+        """The number of cached tokens which `lookup` finds of a first prompt. Also compares the free rows."""
         free = [seq for seq in range(ROWS) if seq not in self.rows]
         rows, status = self.call(self.face, "free_rows", num_rows=AT_ONCE)
         assert np.asarray(rows).tolist() == [*free, *[-1] * AT_ONCE][:AT_ONCE]
@@ -902,7 +958,7 @@ class Life:
         return tuple(zip(tokens, extras(tokens), strict=True)) if self.extra else tuple(tokens)
 
     def _commit(self, request: Request) -> None:
-        """Writes and commits the rest of the rows' prompts, then tokens of the request's; refused is a row's flaw."""
+        """Writes and commits the rest of the rows' prompts, then the request's tokens. A row with a flaw is refused."""
         how, by_name = request.get("how", "view" if self.extra else "step"), request.get("seqs")
         rows, (flaw, at) = list(by_name or range(ROWS)), request.get("flaw", ("", 0))
         flawed = rows[at] if flaw else NO_BLOCK
@@ -942,7 +998,7 @@ class Life:
         self.tally["slid"] += int(sum(np.sum((old >= 0) & (new < 0)) for old, new in tables[1:]))
 
     def write_rows(self, how: str, values: np.ndarray, counts: np.ndarray, some: dict[str, np.ndarray]) -> None:
-        """Writes K/V f32[R, T, L, 2, 2] by a view in one of its forms, the padded and the ragged form in two parts."""
+        """Writes K/V f32[R, T, L, 2, 2] by a view in a given form, the padded and the ragged form in two parts."""
         rows, done = some.get("seqs", np.arange(ROWS, dtype=np.int32)), np.zeros_like(counts)
         first = counts if how == "mixed" else counts // 2
         for part in (first, counts - first):
@@ -964,7 +1020,7 @@ class Life:
             done = done + part
 
     def appended(self, new: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Adds items to the rows; returns K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
+        """Adds items to the rows. Returns K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
         layers = self.config.layers
         values = np.zeros((ROWS, WIDTH, len(layers), 2, 2), np.float32)
         for seq, line in enumerate(new):
@@ -972,7 +1028,7 @@ class Life:
                 row = self.rows[seq]
                 start = len(row.items)
                 row.items += line
-                names = names_of(row.namespace, row.items)
+                names = row.names()
                 before = np.concatenate([[0], names[:-1] + 1]).astype(np.int32)
                 values[seq, : len(line)] = values_of(names[start:], before[start:], layers)
         tokens = np.stack([padded([x[0] if self.extra else x for x in line]) for line in new])
@@ -1055,6 +1111,30 @@ class Life:
         if bool(events.ok):
             row = self.rows[seq]
             row.prompt, row.items = row.prompt[:length], row.items[:length]
+            row.spoil(len(row.items), self.salt())
+
+    def salt(self) -> int:
+        """A number for the K/V that are approximate in a new way."""
+        self.salts += 1
+        return self.salts * 7_001 % PRIME
+
+    def _thin(self, request: Request) -> None:
+        seqs, before = request["seqs"], self.state.groups[0].table
+        columns = np.array(request["columns"])
+        written = np.array([len(self.rows[seq].items) if seq in self.rows else 0 for seq in seqs])
+        if request.get("flaw") is None:
+            columns &= (np.arange(columns.shape[1]) + 1) * SIZE <= written[:, None]
+        events = self.on_face("thin", np.array(seqs, np.int32), columns, **self.leave)
+        for seq, chosen, status in zip(seqs, columns, np.asarray(events.status).tolist(), strict=True):
+            if status == Status.OK:
+                row = self.rows[seq]
+                row.holes |= frozenset(np.flatnonzero(chosen).tolist())
+                row.spoil(len(row.items), self.salt())
+        if bool(np.any(np.asarray(events.status) == Status.OK)):
+            after = np.asarray(self.cache.state.groups[0].table)
+            holes = np.asarray(self.cache.state.seqs.holes)
+            self.tally["freed by thin"] += int(np.sum((before >= 0) & (after < 0)))
+            self.tally["left to others by thin"] += int(np.sum(holes & (after >= 0)))
 
     def _trim(self, request: Request) -> None:
         self.on_face("trim", np.array(request["active"]), **({"max_tokens": SIZE} if self.config.every else {}))
@@ -1067,7 +1147,7 @@ class Life:
                 del self.rows[seq]
 
     def _pin(self, request: Request) -> None:
-        """Pins those of a row's first blocks that are findable, in the first group and perhaps in another one."""
+        """Pins the findable blocks among a row's first blocks, in the first group and perhaps in another."""
         for number in sorted({0, request.get("group", 0) % len(self.spec.groups)}):
             group = self.state.groups[number]
             table = group.table[request["seq"]]
@@ -1103,7 +1183,7 @@ class Life:
         self.on_face("reset")
 
     def cached(self, number: int, host: bool | None = None) -> list[int]:
-        """Findable blocks of a group that nobody holds, of one tier or of both; the deepest first."""
+        """Findable blocks without a holder of a group, on a tier or on both, deepest first."""
         group, n = self.state.groups[number], self.spec.groups[number].num_blocks
         idle = (group.blocks.fill > 0) & (group.blocks.refcount == 0)
         if host is not None:
@@ -1143,7 +1223,7 @@ class Life:
             self.lose(self.completed(self.flying.pop(0), True))
 
     def _misuse(self, request: Request) -> None:
-        """Numbers beyond 32 bits, and a tier that a `Cache` does not have, are refused by the names of arguments."""
+        """Requires refusals, naming the argument, of numbers beyond 32 bits and of a tier which a `Cache` lacks."""
         cache = {"state": self.cache.state, "Cache": self.cache}.get(self.face) or TieredCache(self.cache, self.host)
         shape, tokens, counts = (ROWS, WIDTH), np.zeros((ROWS, WIDTH), np.int64), np.ones(ROWS, np.int64)
         model = Constant(np.zeros((*shape, len(self.config.layers), 2, 2), np.float32))
@@ -1163,7 +1243,7 @@ class Life:
             self.arguments.add(("Cache", verb, "tiers"))
 
     def _generate(self, request: Request) -> None:
-        """Generates for prompts of tenants. These differ in their first token, all that a model sees of a tenant."""
+        """Generates for prompts of tenants. They differ in their first token, which tells a model the tenant."""
         self._complete(request)
         prompts, space_of = request["prompts"], request["space_of"]
         if len(self.rows) == ROWS:
@@ -1194,7 +1274,7 @@ class Life:
             self.tally["generate hit"] += output.cached_tokens > 0
 
     def _check_chosen(self, prompt: Sequence[int], space: int, tokens: Sequence[int]) -> None:
-        """Each token is the model's choice after the prompt of a tenant, so that no byte that it read was wrong."""
+        """Requires each token to be the model's choice after a tenant's prompt, so no byte it read was wrong."""
         path = tuple(prompt)
         for number, token in enumerate(tokens):
             wanted = name_of(space, path) % VOCAB
@@ -1203,7 +1283,7 @@ class Life:
         self.tally["generated"] += len(tokens)
 
     def by_tenants(self, request: Request) -> tuple[list[int], tuple[Any, ...], dict[str, Any]]:
-        """The prompts' tenants; the model, the cache, the prompts and their lengths; options of rollouts and scores."""
+        """The prompts' tenants, then the model, the cache, prompts and lengths, and options of rollouts and scores."""
         prompts, space_of = request["prompts"], request["space_of"]
         spaces = [space_of[prompt[0]] for prompt in prompts]
         tokens = np.stack([drive.padded(prompt, WIDTH - SIZE) for prompt in prompts])
@@ -1213,7 +1293,7 @@ class Life:
         return spaces, (model, self.cache, tokens, lengths), {"namespace": np.array(spaces, np.int32), "log": log}
 
     def _rollout(self, request: Request) -> None:
-        """Samples two completions of each prompt inside one program; see `_generate`."""
+        """Samples two completions of each prompt inside a program, as `_generate` does."""
         self.tally["beside other rows"] += len(self.rows) > 0
         spaces, args, options = self.by_tenants(request)
         found, self.cache, log = self.programs["rollout"](*args, **options)
@@ -1225,7 +1305,7 @@ class Life:
         self.tally["rollout hit"] += int(np.sum(found.cached[:, 0] > 0))
 
     def _score(self, request: Request) -> None:
-        """Scores completions, whose log-probabilities tell that each token before them was read as it is."""
+        """Scores completions. Their log-probabilities tell whether each token before them was read right."""
         texts, ends = request["completions"], request["ends"]
         spaces, (*args, lengths), options = self.by_tenants(request)
         options["completion_lengths"] = np.array(ends, np.int32)
@@ -1259,12 +1339,12 @@ def plain(path: Sequence[Any]) -> list[int]:
 
 
 def extras(tokens: Any) -> list[int]:
-    """A prompt's extra ids, one for every third token that is not 0."""
+    """A prompt's extra ids, an id for every third token other than 0."""
     return [int(i % 3 == 2 and t > 0) for i, t in enumerate(tokens)]
 
 
 def retention_of(priorities: list[list[int]]) -> kvjax.Retention:
-    """The retention of several rows: of each the priorities of two halves of its prompt, and of what follows."""
+    """The retention of several rows: priorities of both halves of each prompt, and of generated tokens."""
     half = WIDTH // 2
     each = [
         kvjax.Retention.of([(0, half, one[0]), (half, None, one[1], 5)], decode_priority=one[2]) for one in priorities
@@ -1277,7 +1357,7 @@ def padded(values: Any) -> np.ndarray:
 
 
 def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
-    """The same orders, padded alike for every verb, so that `complete` is one program."""
+    """The same orders with the same padding for every verb, so `complete` is a single program."""
     records = np.asarray(transfer.records)
     return kvjax.tiers.Transfer(np.pad(records, ((0, 128 - len(records)), (0, 0)), constant_values=-1))
 
@@ -1286,7 +1366,7 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 
 _WEIGHTS = {
     "admit": 30, "commit": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
-    "decode": 24, "trim": 3, "forget_namespaces": 1, "update": 2,
+    "decode": 24, "trim": 3, "thin": 9, "forget_namespaces": 1, "update": 2,
     "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 5, "swap_in": 8,
     "complete": 3, "generate": 2,
     "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "finish_adoption": 6, "misuse": 2,
@@ -1297,9 +1377,9 @@ RARE = ("pin", "unpin", "evict", "swap_out", "swap_in", "beam_step", "fork", "tr
 
 
 class Requests(Draws):
-    """Draws requests as `kvjax.testing` does, by what the cache has, and others beside them.
+    """Draws requests as `kvjax.testing` does, by the contents of the cache, together with others.
 
-    Each is plain data, so that it can be repeated without others.
+    Each is plain data, so it can be repeated without others.
     """
 
     life: Life
@@ -1327,7 +1407,7 @@ class Requests(Draws):
         return {"tokens": tokens, "namespace": namespace}
 
     def following(self, seq: int) -> list[int]:
-        """The tokens after a row's text. If that is the beginning of a document, they mostly continue it."""
+        """The tokens after a row's text. They mostly continue a document if the text is its beginning."""
         row = self.life.rows.get(seq)
         text = [] if row is None else plain(max(row.items, row.prompt, key=len))
         documents = [document for document in self.documents.tolist() if text and document[: len(text)] == text]
@@ -1349,7 +1429,7 @@ class Requests(Draws):
         return [self.chance(chance) for _ in range(ROWS)]
 
     def several(self, verb: str, count: int) -> list[dict[str, Any]]:
-        """Requests of one verb, seldom for the same row, sometimes for none."""
+        """Requests of a verb, seldom for the same row, sometimes for none."""
         found = []
         for _ in range(count):
             found.append(self.make(verb))
@@ -1370,7 +1450,7 @@ class Requests(Draws):
         generates = self.config.generate and free
         candidates = {
             "admit": free, "commit": any(reserved[used]), "extend": used, "release": life.rows,
-            "decode": not all(reserved[used]), "trim": used,
+            "decode": not all(reserved[used]), "trim": used, "thin": used and life.spec.thinning,
             "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
             "forget_namespaces": life.mirror.nodes, "update": life.version < VERSIONS - 1,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
@@ -1435,6 +1515,11 @@ class Requests(Draws):
                 request |= {"k": self.number_of_steps(), "active": self.per_row(0.8), "wide": may_be_wide}
                 request["num_tokens"] = [self.number(1, SIZE + 1) if self.chance(0.5) else SIZE for _ in range(ROWS)]
                 request["tokens"] = [self.following(seq) for seq in range(ROWS)]
+            case "thin":
+                request["seqs"] = self.rng.permutation(ROWS)[:AT_ONCE].tolist()
+                request["columns"] = self.rng.integers(0, 2, (AT_ONCE, WIDTH // SIZE)).astype(bool).tolist()
+                if self.chance(0.05):
+                    request["flaw"] = "columns"
             case "trim":
                 request["active"] = self.per_row(0.6)
             case "beam_step":
@@ -1477,7 +1562,7 @@ class Requests(Draws):
 
 
 class Failure(AssertionError):
-    """A history that failed; `requests` is all of it."""
+    """A failed history. `requests` has all of it."""
 
     def __init__(self, message: str, requests: list[Request]):
         super().__init__(message)
@@ -1501,7 +1586,7 @@ def live(config: Config, seed: int, steps: int, seconds: float = float("inf")) -
 
 
 def carry_out(config: Config, history: Callable[[Life], Iterable[Request]]) -> Life:
-    """Carries out requests on a new cache; see `live`."""
+    """Carries out requests on a new cache, as `live` does."""
     done: list[Request] = []
     with Faults() as faults, config.life(faults) as life:
         for request in history(life):
@@ -1514,7 +1599,7 @@ def carry_out(config: Config, history: Callable[[Life], Iterable[Request]]) -> L
 
 
 def shrink(config: Config, requests: list[Request]) -> list[Request]:
-    """A part of a failed history that still fails, but not without any one of its requests."""
+    """A part of a failed history which still fails, but not without any of its requests."""
 
     def fails(history: list[Request]) -> list[Request] | None:
         try:
@@ -1541,10 +1626,18 @@ FAST = (
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
     "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
-    "watermark", "swap_out", "swap_in", "misuse",
+    "watermark", "swap_out", "swap_in", "misuse", "thin",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
+    "fast thinning": Config(
+        (FULL, (6, 1)),
+        blocks=9,
+        generate=False,
+        verbs=("admit", "commit", "extend", "release", "fork", "truncate", "decode", "thin"),
+        options={"thinning": True},
+    ),
+    "thinning, windows, host": Config((FULL, (6, 1)), host=5, options={"thinning": True}),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
     "every argument": Config(
         (FULL, (6, 1)),
@@ -1555,7 +1648,7 @@ CONFIGS = {
         generate=False,
         policy=priority(),
         verbs=EVERY,
-        options={"extra_ids": True, "retention": True},
+        options={"extra_ids": True, "retention": True, "thinning": True},
     ),
     "extra ids": Config(options={"extra_ids": True}),
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
@@ -1577,6 +1670,8 @@ CONFIGS = {
     "latents": Config((FULL, LATENT, LATENT), host=5),
     "recurrent": Config((FULL, RECURRENT, (6, 1), RECURRENT), reserve_tokens=5),
     "recurrent, host": Config((FULL, RECURRENT, LATENT, RECURRENT), host=5, faces=("TieredCache",)),
+    "fast tokens": Config((FULL, (6, 1)), host=5, generate=False, verbs=FAST, options={"layout": "tokens"}),
+    "tokens, latents, host": Config((FULL, LATENT), host=5, faces=("TieredCache",), options={"layout": "tokens"}),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", faces=("TieredCache",), heads=2),

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache in plain Python, written to be read and to be right.
 
-It uses dicts and lists instead of arrays, and one block at a time instead of masks. It is slow.
+It uses dicts and lists instead of arrays, and handles blocks in turn instead of with masks. It is slow.
 
-A token is a pair (token id, extra id). A *path* is the tuple of all tokens from the start of a prompt to the end of
-a block; a *node* is (namespace, path). The index maps each node to the one block that holds its last tokens, so two
-prompts share a block exactly when everything up to its end is equal, and no hash is needed. Every block is
-*active* (somebody holds it), *cached* (nobody holds it, but it is in the index) or *empty*. Only a block of
-`block_size` tokens has children; a shorter one is the tail of a released sequence.
+A token is a pair (token id, extra id). A *path* is the tuple of all tokens from the start of a prompt to the end of a
+block. A *node* is (namespace, path). The index maps each node to the block which holds its last tokens, so two prompts
+share a block exactly when everything up to its end is equal, and no hash is needed. Every block is *active* (a row or a
+pin holds it), *cached* (nothing holds it, but it is in the index) or *empty*. Only a block of `block_size` tokens has
+children. A shorter block is the tail of a released sequence.
 
 With sliding windows there are several groups of blocks. The first group has all blocks of every sequence. Each other
-group has, for a window, the blocks that the next token of a sequence can see. It has an index of its own, whose nodes
-are all in the first group's index too.
+group has, for a window, the blocks visible to the next token of a sequence. It has its own index, whose nodes are all
+in the first group's index too.
 
 Every verb first decides and then acts: a status other than OK leaves everything as it was.
 """
@@ -51,8 +51,8 @@ class Oracle(Tiers):
     """The cache.
 
     Attributes:
-      groups: the groups of blocks; the first has full attention.
-      rows: the sequences; a free one has length 0.
+      groups: the groups of blocks. The first has full attention.
+      rows: the sequences. A free row has length 0.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Oracle(Tiers):
         self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, alignment_tokens=None,
         retention=RETENTION, tiers=False,
     ) -> Result:  # fmt: skip
-        """Starts free row `seq` with the cached part of a prompt, and blocks for the rest or for so many of its tokens.
+        """Starts free row `seq` with the cached part of a prompt, and blocks for the rest, or for `reserve_tokens`.
 
         With `alignment_tokens` the cached part is whole blocks, up to a multiple of them. With `tiers` it finds blocks
-        on the host too, and blocks that have to leave the device go there.
+        on the host too, and blocks which have to leave the device go there.
         """
         return self.admit_batch(
             [{"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": extra_ids, "retention": retention}],
@@ -141,7 +141,7 @@ class Oracle(Tiers):
         )[0]  # fmt: skip
 
     def admit_batch(self, requests: Sequence[dict[str, Any]], **options) -> list[Result]:
-        """Admits rows one after the other; the sources of copies stay held until all are done."""
+        """Admits rows in turn. The sources of copies stay held until all are done."""
         results = [self._admit(**request, **options) for request in requests]
         for group in self.groups:
             for block in group.blocks:
@@ -210,11 +210,10 @@ class Oracle(Tiers):
         return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
 
     def extend(self, active, num_tokens=1, tiers=False, seqs=None) -> Result:
-        """Reserves `num_tokens` (an int, or one per row) more tokens in every active row, or in none.
+        """Reserves `num_tokens` (an int, or a list by row) more tokens in every active row, or in none.
 
-        A row copies its last block before it writes there, if others hold the block too or it is findable. Of several
-        rows that share a block, the last one need not copy once the others have. With `seqs`: for these rows, in this
-        order.
+        A row copies its last block before it writes there, if others hold the block too or it is findable. If several
+        rows share a block, the last row need not copy once the others have. `seqs` selects rows, and their order.
         """
         seqs = list(range(len(self.rows)) if seqs is None else seqs)
         counts = [num_tokens] * len(seqs) if isinstance(num_tokens, int) else list(num_tokens)
@@ -258,7 +257,7 @@ class Oracle(Tiers):
         return Result(status, events, moves=moves)
 
     def _copies(self, group: Group, wanted: Iterable[int]) -> list[int]:
-        """The rows that may not write into their last block of this group."""
+        """The rows which may not write into their last block of this group."""
         holders = [block.refcount for block in group.blocks]
         copies = []
         for seq in wanted:
@@ -270,11 +269,11 @@ class Oracle(Tiers):
         return copies
 
     def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None, unpublished=()) -> Result:
-        """Records that the K/V of each row's next `num_tokens[seq]` tokens are written; full blocks become findable.
+        """Records the K/V of each row's next `num_tokens[seq]` tokens as written. Full blocks become findable.
 
-        A block whose content is already cached is swapped for the cached one. Rows follow the order of `seqs` (None:
-        all rows, by number), so of several that fill equal blocks the first one's stays. What the rows `unpublished`
-        fill does not become findable.
+        A block whose content is already cached is swapped for the cached block. Rows follow the order of `seqs` (None:
+        all rows, by number), so if several fill equal blocks, the first row's block stays. Blocks of the rows
+        `unpublished` do not become findable.
         """
         status, events, slid, filled, published = [Status.OK] * len(self.rows), [], [], [], []
         for seq in range(len(self.rows)) if seqs is None else seqs:
@@ -288,8 +287,8 @@ class Oracle(Tiers):
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
             for i in range(before // self.block_size, len(row.tokens) // self.block_size):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
-                if seq in unpublished or not self._intact(node) or self.blocks[row.tables[0][i]].move:
-                    break  # a move has failed
+                if seq in unpublished or row.holes or not self._intact(node) or self.blocks[row.tables[0][i]].move:
+                    break  # K/V after a hole are approximate, or a move has failed
                 filled.append(node)
                 for group in self.groups:
                     table, duplicate = row.tables[group.number], group.index.get(node)
@@ -314,7 +313,7 @@ class Oracle(Tiers):
         return Result(status, events)
 
     def _mark_passed(self, nodes: list[Node]) -> None:
-        """Snapshots with one child are those that rows have gone past. What changes waits anew if nobody holds it."""
+        """Marks snapshots with a single child, which rows have passed. A changed one waits anew if nothing holds it."""
         for i, node in enumerate(nodes):
             for group in self.groups:
                 block = group.blocks[group.index[node]] if group.recurrent and node in group.index else None
@@ -341,12 +340,14 @@ class Oracle(Tiers):
     def truncate(self, seq, length) -> Result:
         """Keeps the first `length` tokens of a row.
 
-        A cut may fall inside a findable block. If nobody else holds it and it has no findable children, it leaves the
-        index, so that it can be written in place. Any other findable block is copied by the next write.
+        A cut may fall inside a findable block. If nothing else holds it and it has no findable children, it leaves the
+        index, and the row may write into it. The next write copies any other findable block.
         """
         row = self._row(seq)
         if row is None or not 1 <= length <= row.length or row.swapped:
             return Result([Status.BAD_REQUEST])
+        if length % self.block_size and length // self.block_size in row.holes:
+            return Result([Status.BAD_REQUEST])  # nothing can be written to a hole
         committed, last = min(len(row.tokens), length), self._blocks_for(length)
         has_recurrent = any(group.recurrent for group in self.groups)
         if has_recurrent and length < len(row.tokens) and length % self.block_size:
@@ -355,7 +356,8 @@ class Oracle(Tiers):
         for group in self.groups[1:]:
             for i in range(last):
                 if row.tables[group.number][i] == NO_BLOCK and group.sees(i, committed, self.block_size):
-                    node = self.blocks[row.tables[0][i]].node
+                    above = row.tables[0][i]
+                    node = None if above == NO_BLOCK else self.blocks[above].node
                     if node is None or not self._reachable(group, node, False):
                         return Result([Status.BAD_REQUEST])
                     regained.append((group, i, group.index[node]))
@@ -368,14 +370,62 @@ class Oracle(Tiers):
             while len(table) > last:
                 self._drop(group, table.pop())
         row.length, row.prompt = length, min(row.prompt, length)
+        row.holes = frozenset(column for column in row.holes if column < last)
         del row.tokens[length:]
         events, end = [], self.blocks[row.tables[0][-1]]
         if length % self.block_size and end.node and end.refcount == 1 and not self._children(end.node):
             events += self._remove(row.tables[0][-1])
         return Result([Status.OK], events)
 
+    def thin(self, seqs, columns, max_removed=None) -> Result:
+        """Makes columns of rows holes: their blocks are not read any more. A block that nobody reads is freed.
+
+        A holder of a findable block holds its whole prefix. So the findable blocks after a freed one that somebody
+        still holds, in any group, leave the index, with all their descendants.
+        """
+        status, holes = [], [row.holes for row in self.rows]
+        for seq, chosen in zip(seqs, columns, strict=True):
+            row = self._row(seq)
+            if row is None or list(seqs).count(seq) > 1 or any(c >= len(row.tokens) // self.block_size for c in chosen):
+                status.append(Status.BAD_REQUEST)
+            elif row.swapped:
+                status.append(Status.HELD)
+            else:
+                status.append(Status.OK)
+                holes[seq] = row.holes | frozenset(chosen)
+        if Status.OK not in status:
+            return Result(status)
+        entries = [(column, seq) for seq, columns in enumerate(holes) for column in columns]
+        entries = [(column, seq) for column, seq in entries if self.rows[seq].tables[0][column] != NO_BLOCK]
+        unread = collections.Counter(self.rows[seq].tables[0][column] for column, seq in entries)
+        freed = {b for b, n in unread.items() if n == self.blocks[b].refcount and not self.blocks[b].move}
+        below = self._followers([b for b in self.index.values() if b in freed])
+        stranded = [b for b in below if (self.blocks[b].refcount and b not in freed) or self._is_held_beside(b)]
+        leaving = self._followers(stranded)
+        doomed = [b for b in self.index.values() if b in leaving]
+        over = max(0, len(doomed) - (len(self.blocks) if max_removed is None else max_removed))
+        if over or any(self.blocks[b].move for b in doomed):
+            reason = Status.BAD_REQUEST if over else Status.HELD
+            status = [Status.BAD_REQUEST if one == Status.BAD_REQUEST else reason for one in status]
+            return Result(status, shortfall=over)
+        for row, own in zip(self.rows, holes, strict=True):
+            row.holes = own
+        for column, seq in sorted(entries, key=lambda entry: (-entry[0], entry[1])):  # tails before heads
+            table = self.rows[seq].tables[0]
+            if table[column] in freed:
+                self._drop(self.groups[0], table[column])
+                table[column] = NO_BLOCK
+        events = [event for block in reversed(doomed) for event in self._remove(block)]
+        self._find_unevictable(self.groups[0])
+        return Result(status, events)
+
+    def _is_held_beside(self, block: int) -> bool:
+        """Whether another group's block of the same prefix is held."""
+        node = self.blocks[block].node
+        return any(group.blocks[group.index[node]].refcount for group in self.groups[1:] if node in group.index)
+
     def trim(self, active, max_tokens=None) -> Result:
-        """Gives back the blocks that active rows have reserved beyond their written tokens."""
+        """Gives back the blocks which active rows have reserved beyond their written tokens."""
         status = []
         for row, on in zip(self.rows, active, strict=True):
             unused = row.length - len(row.tokens)
@@ -394,10 +444,9 @@ class Oracle(Tiers):
         return Result(status)
 
     def release(self, seqs) -> Result:
-        """Ends rows (an int or several), one after the other. Blocks in the index stay cached, and tails age first.
+        """Ends rows (an int or several) in turn. Blocks in the index stay cached, and tails age first.
 
-        The last holder of a partial block makes it findable, unless every group has a cached sibling that already holds
-        its tokens.
+        The last holder of a partial block makes it findable, unless every group has a cached sibling with its tokens.
         """
         status, events = [], []
         for seq in [seqs] if isinstance(seqs, int) else seqs:
@@ -411,7 +460,7 @@ class Oracle(Tiers):
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
                 node = (row.namespace, path)
                 private = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
-                if self.partial_reuse and is_tail and private and not row.swapped:
+                if self.partial_reuse and is_tail and private and not row.swapped and not row.holes:
                     siblings = [
                         (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
                     ]
@@ -427,7 +476,7 @@ class Oracle(Tiers):
         return Result(status, events)
 
     def beam_step(self, seqs, parents) -> Result:
-        """Replaces row seqs[i] by row seqs[parents[i]]. Rows that are nobody's parent are dropped."""
+        """Replaces row seqs[i] by row seqs[parents[i]]. Rows which are not a parent are dropped."""
         rows = [self._row(seq) for seq in seqs]
         sound = all(row is not None and row.length == len(row.tokens) and not row.swapped for row in rows)
         if not sound or len(set(seqs)) < len(seqs) or not all(0 <= parent < len(seqs) for parent in parents):
@@ -446,11 +495,11 @@ class Oracle(Tiers):
         return Result([Status.OK] * len(seqs))
 
     def lookup(self, tokens, *, namespace=0, extra_ids=None, alignment_tokens=None, tiers=True) -> int:
-        """The number of tokens of a prompt that `admit` would find; changes nothing."""
+        """The number of tokens of a prompt which `admit` would find. Changes nothing."""
         return self._match(namespace, self._pair(tokens, extra_ids), tiers, alignment_tokens=alignment_tokens)[2]
 
     def unusable(self, tokens, *, namespace=0, extra_ids=None, alignment_tokens=None, tiers=True) -> int:
-        """The number of tokens beyond these that the first group has."""
+        """The number of further tokens in the first group."""
         prompt = tuple(self._pair(tokens, extra_ids)[:-1])
         ends = range(self.block_size, len(prompt) + 1, self.block_size)
         whole = list(
@@ -462,9 +511,9 @@ class Oracle(Tiers):
         return len(whole) * self.block_size - usable
 
     def found(self, tokens, *, namespace=0, alignment_tokens=None) -> tuple[int, list[list[int]]]:
-        """The number of tokens that `admit` would find on the device, and each group's whole blocks of them.
+        """The number of tokens which `admit` would find on the device, and each group's whole blocks of them.
 
-        A block that the next token does not see through its group's window is NO_BLOCK.
+        A block is NO_BLOCK if the next token cannot see it through its group's window.
         """
         whole, _, cached = self._match(namespace, self._pair(tokens, None), False, alignment_tokens=alignment_tokens)
         return cached, [
@@ -472,7 +521,7 @@ class Oracle(Tiers):
         ]
 
     def pin(self, blocks, group: int = 0) -> Result:
-        """Holds blocks that are in the index; NO_BLOCK entries are skipped."""
+        """Holds blocks of the index. NO_BLOCK entries are skipped."""
         own, wanted = self.groups[group].blocks, [block for block in blocks if block != NO_BLOCK]
         if len(set(wanted)) < len(wanted) or not all(0 <= b < len(own) and own[b].node for b in wanted):
             return Result([Status.BAD_REQUEST])
@@ -483,7 +532,7 @@ class Oracle(Tiers):
         return Result([Status.OK])
 
     def unpin(self, blocks, group: int = 0) -> Result:
-        """Drops one hold on each block: the last of the list first, like a row's tail, but children before parents."""
+        """Drops a hold on each block: the last of the list first, like a row's tail, but children before parents."""
         own, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
         if len(set(wanted)) < len(wanted) or not all(0 <= b < len(own.blocks) for b in wanted):
             return Result([Status.BAD_REQUEST])
@@ -497,12 +546,12 @@ class Oracle(Tiers):
         return Result([Status.OK])
 
     def _pins(self, group: Group) -> collections.Counter[int]:
-        """The number of holders of each block that are not rows."""
+        """The number of holders of each block other than rows."""
         held = collections.Counter({b: block.refcount for b, block in enumerate(group.blocks)})
         return held - collections.Counter(block for row in self.rows for block in row.tables[group.number])
 
     def _prefixes_pinned(self, changed: int, change: collections.Counter[int]) -> bool:
-        """Whether after this change of one group's pins every pinned block has a pinned parent, or `group0_block`."""
+        """Whether after this change of a group's pins every pinned block has a pinned parent, or `group0_block`."""
         nodes = []
         for group in self.groups:
             pins, more = self._pins(group), change if group.number == changed else collections.Counter()
@@ -511,7 +560,7 @@ class Oracle(Tiers):
         return parents <= nodes[0] and all(others <= nodes[0] for others in nodes[1:])
 
     def evict(self, blocks) -> Result:
-        """Empties cached blocks and all their findable descendants, children first; or none, if one of them is held."""
+        """Empties cached blocks and all their findable descendants, children first, or none if any of them is held."""
         wanted = {block for block in blocks if block != NO_BLOCK}
         if not all(0 <= block < len(self.blocks) for block in wanted):
             return Result([Status.BAD_REQUEST])
@@ -526,7 +575,7 @@ class Oracle(Tiers):
         return Result([Status.OK], events)
 
     def forget_namespaces(self, keep) -> Result:
-        """Empties the cached blocks of all namespaces but these that nobody holds, children first."""
+        """Empties the cached blocks without holders of all other namespaces, children first."""
         forgotten = {node: block for node, block in self.index.items() if node[0] not in keep}
         if any(self.blocks[b].move for b in forgotten.values()):
             return Result([Status.HELD])
@@ -540,7 +589,7 @@ class Oracle(Tiers):
     ) -> tuple[Result, Adopted]:
         """Holds the cached part of a text and reserves blocks for the rest, as far as `have[group][i]` holds.
 
-        Also returns what `finish_adoption` needs.
+        Also returns an argument for `finish_adoption`.
         """
         if not tokens or min(tokens) < 0 or namespace < 0:
             return Result([Status.BAD_REQUEST]), Adopted()
@@ -578,7 +627,7 @@ class Oracle(Tiers):
         return Result([Status.OK], events, moves=moves), Adopted(prefix, held, reserved, hits or [0] * len(prefix))
 
     def finish_adoption(self, adopted: Adopted, arrived) -> Result:
-        """Makes the reserved blocks findable that have arrived, behind what is on the device; releases the others."""
+        """Makes the arrived blocks findable, after the blocks on the device, and releases the other reserved blocks."""
         path, published, events = [], [], []
         if not adopted.nodes:
             return Result([Status.OK])
@@ -621,15 +670,16 @@ class Oracle(Tiers):
     # Blocks of steps.
 
     def num_steps(self, want, most, max_events) -> int:
-        """The steps, 1 to `most`, for whose wanted tokens blocks and a log of so many events suffice.
+        """The steps, 1 to `most`, for whose wanted tokens the blocks and `max_events` free records of a log suffice.
 
-        A row may have reserved some of its tokens already. Each sharer of a last block counts as one that copies it.
+        A row may have reserved some of its tokens already. Each sharer of a last block counts as if it copies the
+        block.
         """
         fits = (n for n in range(most, 1, -1) if self._enough([min(tokens, n) for tokens in want], max_events))
         return next(fits, 1)
 
     def _enough(self, counts: Sequence[int], max_events: int) -> bool:
-        """Whether blocks and events suffice for rows that write and commit these numbers of tokens."""
+        """Whether blocks and events suffice for rows which write and commit these numbers of tokens."""
         rows, size = [(row, count) for row, count in zip(self.rows, counts, strict=True) if count], self.block_size
         grown = [(row, len(row.tokens) + count) for row, count in rows if len(row.tokens) + count > row.length]
         entered = sum(self._blocks_for(length) - self._blocks_for(row.length) for row, length in grown)
@@ -656,10 +706,10 @@ class Oracle(Tiers):
     def _match(
         self, namespace: int, prompt: list, tiers: bool, copied: bool = True, alignment_tokens: int | None = None
     ) -> tuple[list[Node], Node | None, int]:
-        """Cached blocks of a prompt, a block to copy the next tokens from, and the number of tokens found in all.
+        """Cached blocks of a prompt, a block to copy the next tokens from, and the number of all tokens found.
 
-        With `alignment_tokens` there is no such block, and that number is a multiple of them. With windows it is the
-        longest prefix after which every group has the blocks that the next token sees.
+        With `alignment_tokens` there is no such block, and the number is a multiple of them. With windows it is the
+        longest prefix after which every group has the blocks visible to the next token.
         """
         findable, whole = tuple(prompt[:-1]), []  # the last token must be computed for its logits
         end = self.block_size
@@ -682,7 +732,7 @@ class Oracle(Tiers):
             whole.pop()
 
     def _longest_child(self, namespace: int, findable: Path, start: int, tiers: bool) -> tuple[Node | None, int]:
-        """The block after `start` tokens that shares the most of the next ones, or None; and the tokens found."""
+        """The block after `start` tokens which shares most of the next tokens, or None, and the tokens found."""
         source, shared = None, start
         for child in self._children((namespace, findable[:start])):
             pairs = zip(findable, child, strict=False)
@@ -699,11 +749,11 @@ class Oracle(Tiers):
         return block is not None and not block.move and (tiers or not block.host)
 
     def _in_group(self, group: Group, node: Node, written: int, column: int) -> int:
-        """The group's block of a node, if the token after `written` ones sees it at `column`."""
+        """The group's block of a node, if the next token after `written` tokens sees it at `column`."""
         return group.index[node] if group.sees(column, written, self.block_size) else NO_BLOCK
 
     def _children(self, node: Node) -> list[Path]:
-        """Paths of the findable blocks that follow a node."""
+        """Paths of the findable blocks after a node."""
         namespace, prefix = node
         block, blocks = self.index.get(node), self.blocks
         if prefix and (block is None or not blocks[block].children):
@@ -740,7 +790,7 @@ class Oracle(Tiers):
         return Event("stored", *node, group.number)
 
     def _remove(self, block: int, number: int = 0) -> list[Event]:
-        """Takes a block out of the index of its group. A node that leaves the first index leaves all."""
+        """Takes a block out of the index of its group. A node which leaves the first index leaves all."""
         node = self.groups[number].blocks[block].node
         assert node is not None
         assert number or not self._children(node), f"block {block} is not a leaf of the index"
@@ -765,7 +815,7 @@ class Oracle(Tiers):
         return max(0, count - group.counts()["empty"] - cached)
 
     def _choose(self, group: Group, count: int, tiers: bool, spared: Sequence[int] | set = ()) -> list[int] | None:
-        """Victims on the device, in order, that make `count` blocks free; None if there are too few."""
+        """Victims on the device, in order, to make `count` blocks free, or None if there are too few."""
         missing = max(0, count - group.counts()["empty"])
         victims: list[int] = []
         if not missing:
@@ -791,9 +841,9 @@ class Oracle(Tiers):
         return victims
 
     def _take(self, counts: list[int], tiers: bool, spared: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
-        """Takes so many blocks of each group, empty ones first, then victims; their refcount becomes 1.
+        """Takes `counts` blocks of each group, empty blocks first, then victims. Their refcount becomes 1.
 
-        Blocks `back` of each group come to the device, which takes blocks too. Returns the blocks, events and moves; or
+        Blocks `back` of each group come to the device, which takes blocks too. Returns the blocks, events and moves, or
         None, with nothing done, if there are not enough.
         """
         before = self.save() if any(group.num_host_blocks for group in self.groups) else None  # else counting suffices
@@ -815,7 +865,7 @@ class Oracle(Tiers):
         return taken, events, moves
 
     def _drop(self, group: Group, block: int) -> None:
-        """Drops one holder of each block; NO_BLOCK has none."""
+        """Drops a holder of a block. NO_BLOCK has none."""
         if block == NO_BLOCK:
             return
         own = group.blocks[block]
@@ -828,7 +878,7 @@ class Oracle(Tiers):
             own.host, own.move, own.unevictable = False, 0, False
 
     def _slide(self, row: Row, before: int) -> None:
-        """Drops a row's blocks that have left the windows since `before` tokens were written."""
+        """Drops a row's blocks which have left the windows since `before` tokens were written."""
         for group in self.groups[1:]:
             table = row.tables[group.number]
             for i, block in enumerate(table):
@@ -837,7 +887,7 @@ class Oracle(Tiers):
                     table[i] = NO_BLOCK
 
     def _state_priorities(self, row: Row, first: int) -> None:
-        """Gives a row's new blocks, from column `first` on, the priorities that the row states."""
+        """Gives a row's new blocks, from column `first` on, the priorities which the row requests."""
         for i in range(first, len(row.tables[0])):
             self.blocks[row.tables[0][i]].requested_priority = row.requested_priority(i * self.block_size) or DEFAULT
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding, verified after each call of its loop, with a model that reads every byte that its rows can see."""
+"""Decoding, verified after each call of its loop, with a model which reads every byte visible to its rows."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def make_spec(layers: str, **options: Any) -> kvjax.CacheSpec:
 
 
 def read_all(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array) -> Any:
-    """A model that makes a number of a token, its position and all K and V that it sees; writes it, and chooses by it.
+    """A model which makes a number of a token, its position and all visible K and V. It writes it, and chooses by it.
 
-    A wrong position or a wrong byte changes everything after it. It also counts its calls; see `calls`.
+    A wrong position or a wrong byte changes everything after it. `calls` counts the model's calls.
     """
     del last
     position = view.positions[:, 0]
@@ -104,14 +104,14 @@ class Start:
     """The situation before the first step.
 
     Attributes:
-      prompts: of the rows in use.
-      served: prompts that were computed and released before.
-      forks: (row, free row); the copy continues with another token.
-      ahead: {row: tokens that it has chosen before the others begin}.
-      idle: rows in use that do not decode, with three more tokens reserved.
-      left: tokens that each row still wants.
+      prompts: prompts of the rows in use.
+      served: prompts computed and released before.
+      forks: (row, free row). The copy continues with another token.
+      ahead: {row: tokens which it has chosen before the others begin}.
+      idle: rows in use which do not decode, with three more tokens reserved.
+      left: tokens which each row still wants.
       stop: up to four tokens.
-      options: of `admit`.
+      options: options of `admit`.
     """
 
     prompts: Mapping[int, Sequence[int]]
@@ -125,13 +125,13 @@ class Start:
 
 
 class Decoding:
-    """A cache and the rows that decode in it, verified after each call of a loop.
+    """A cache and its decoding rows, verified after each call of a loop.
 
     Attributes:
       cache: state and pools.
       rows: the `Rows` of the loop.
-      texts: (token, log-probability) of all that each row has chosen.
-      recorded: events since `begin`, block numbers replaced by texts.
+      texts: (token, log-probability) of all chosen tokens of each row.
+      recorded: events since `begin`, with texts in place of block numbers.
       counted: the results of `num_steps` before each call, for blocks of up to P steps.
       out_of_blocks: whether the loop ended for lack of blocks.
     """
@@ -210,7 +210,7 @@ class Decoding:
         return self
 
     def call(self, loop: Callable[..., Any], now: int = 0, sampling: kvjax.Sampling | None = None) -> int:
-        """Calls a loop once, and returns the most tokens that a row has chosen."""
+        """Calls a loop once, and returns the maximum number of tokens chosen by a row."""
         before, rows, spec = self.cache.state, self.rows, self.cache.state.spec
         want = jnp.where(rows.active, jnp.minimum(rows.remaining, jnp.maximum(WIDTH - before.seqs.length, 1)), 0)
         self.counted.append(int(NUM_STEPS(before, jnp.minimum(want, SIZE), SIZE, jnp.int32(self.log_room))))
@@ -265,12 +265,12 @@ class Decoding:
         return {name: np.asarray(x).tolist() for name, x in fields.items()} | {"out of blocks": self.out_of_blocks}
 
     def held(self) -> list[int]:
-        """The number of blocks of each group that rows hold."""
+        """The number of blocks of each group held by rows."""
         groups = self.cache.state.groups
         return [int(group.num_blocks) - int(group.num_empty) - int(group.num_cached) for group in groups]
 
     def bytes(self) -> list[Any]:
-        """The K/V that each row's next token sees, in every layer."""
+        """The K/V visible to each row's next token, in every layer."""
         state, pools = self.cache.state, self.cache.pools
         tables, found = kvjax.view(state, 1).tables, []
         for seq, written in enumerate(state.seqs.committed.tolist()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs with their arguments on every face, by their signatures: all that the machine of bytes is to draw."""
+"""The verbs with their arguments on every face, by their signatures, for the machine of bytes to draw."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ UNDRAWN = {
 
 
 def listed() -> set[Argument]:
-    """The arguments that the machine draws, by tests/data/arguments.txt: a line for each face and verb."""
+    """The arguments which the machine draws, by tests/data/arguments.txt: a line for each face and verb."""
     lines = [line.split() for line in (drive.DATA / "arguments.txt").read_text().splitlines()]
     return {(*verb.split("."), name) for verb, *names in lines for name in names}
 
 
 def undrawn(tried: set[Argument]) -> list[str]:
-    """The arguments of all faces that are neither drawn nor in `UNDRAWN`, and patterns that have become needless."""
+    """The arguments of all faces neither drawn nor in `UNDRAWN`, and patterns without a use."""
     missing = {".".join(argument) for argument in set(arguments()) - tried}
     excused = {pattern: fnmatch.filter(missing, pattern) for pattern in UNDRAWN}
     needless = [pattern for pattern, found in excused.items() if not found]
@@ -79,7 +79,7 @@ def arguments() -> Iterator[Argument]:
 
 
 def given(face: str, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> set[Argument]:
-    """The arguments of a call that have another value than their defaults."""
+    """The arguments of a call with another value than their defaults."""
     function = verbs(face)[verb]
     bound = inspect.signature(function).bind(None, *args, **options).arguments
     defaults = {name: parameter.default for name, parameter in parameters(function).items()}
@@ -107,7 +107,7 @@ READS: dict[str, cases.Call] = {
 def wide_calls(
     face: str, calls: Mapping[str, cases.Call], spec: kvjax.CacheSpec, wide: int
 ) -> Iterator[tuple[str, str, inspect.BoundArguments]]:
-    """Calls like these with the number in place of one integer of one argument; also its verb and its name."""
+    """Calls like these with the number in place of an integer of an argument, with the verb and the name."""
     samples = SAMPLES | ({"extra_ids": cases.TEXT} if spec.extra_ids else {})
     samples |= {"retention": kvjax.Retention.of([(0, 4, 30)])} if spec.retention else {}
     for verb, function in verbs(face).items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turns of engines and batches beside the scheduler in plain Python: each loop leaves both in the same state.
+"""The turns of engines and batches against the scheduler in plain Python: each loop leaves both in the same state.
 
-What a driver is given, by its engine or its batch, goes to the oracle too: requests and cancels, then loops of so many
-steps. After each loop `Both.agree` compares all of the state, and every byte; when requests are over, their outputs.
+The oracle gets everything which an engine or a batch gives to its driver: requests and cancels, then loops of steps.
+After each loop `Both.agree` compares all of the state, and every byte. When requests are over, it compares outputs.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ class Driven(Both):
     """A driver and the oracle's scheduler.
 
     Attributes:
-      accepted: the oracle's request of each job that it has accepted, and its status for one that it has refused.
-      number: of the job that was submitted last.
+      accepted: the oracle's request of each accepted job, and its status for a refused job.
+      number: number of the last submitted job.
     """
 
-    def __init__(self, options: Options, num_blocks: int, seed: int):
+    def __init__(self, options: Options, num_blocks: int, seed: int, drafter: Any = None):
         super().__init__(options, "full", num_blocks, seed)
         self.num_blocks = num_blocks
         self.accepted: dict[Job, requests.Request | Status] = {}
-        self.options_of_run = RunOptions(scheduler=options, log_events=False, listener=lambda events: None)
+        listener = {"log_events": False, "listener": lambda events: None}
+        self.options_of_run = RunOptions(scheduler=options, drafter=drafter, **listener)
 
     def attach(self, driver: Driver) -> None:
-        """Lets the oracle do what a driver, which has no requests yet, does from now on."""
+        """Lets the oracle follow a driver, which has no requests so far."""
         options, self.number, self.driver = oracle_options(driver._scheduler), -1, driver
         self.oracle = Scheduler(self.oracle.cache, options, serving.choose, list(driver._slots.max_tokens))
         submit, dispatch = driver.submit, driver.dispatch
@@ -63,7 +64,7 @@ class Driven(Both):
         driver.submit, driver.dispatch = submitted, dispatched  # type: ignore[method-assign]
 
     def put(self, jobs: Sequence[Job], cancelled: Sequence[Job]) -> None:
-        """Gives the oracle what a driver was given by one call."""
+        """Gives the oracle the requests and cancels of a call."""
         for job in cancelled:
             self.tally[f"cancel {self.oracle.cancel(job.slot, job.generation).name}"] += 1
         asks: list[Ask] = []
@@ -92,7 +93,7 @@ class Driven(Both):
         return most, "length"
 
     def loop(self, steps: int) -> None:
-        """Lets the oracle run a loop, and compares all that both have."""
+        """Lets the oracle run a loop, and compares everything."""
         oracle, driver, scheduler = self.oracle, self.driver, self.driver._scheduler
         end, free, events = oracle.steps + steps, driver._log_size, list[Any]()
         worst, admission = worst_step(self.spec, scheduler), admission_events(self.spec, driver.state.serving.width)
@@ -114,7 +115,7 @@ class Driven(Both):
         driver.state.serving = self.serving
 
     def verify_output(self, job: Job) -> None:
-        """Requires that an output is the oracle's."""
+        """Compares an output with the oracle's."""
         request, output = self.accepted.get(job), job.output
         self.tally[f"finish {output.finish}"] += 1
         if request is None:  # it never came so far
@@ -130,7 +131,7 @@ class Driven(Both):
             assert len(output.logprobs) == len(output.tokens)
 
     def requests_of(self, number: int) -> list[Request]:
-        """Random requests; of some the oracle knows that they cannot be computed at all."""
+        """Random requests. The oracle knows some of them as impossible."""
         found = []
         for _ in range(number):
             prompt, kind = self.prompt(), self.rng.random()
@@ -174,7 +175,7 @@ class Driven(Both):
         self.life.cache = batch.state.result
 
     def engine(self, turns: int) -> None:
-        """An engine, whose turns are called by hand; requests come and go at random."""
+        """Turns an engine by hand, while requests come and go at random."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(EngineThread, "start", lambda thread: None)
             engine = Engine(MODEL, self.life.cache, self.options_of_run, max_requests=SLOTS)
@@ -194,7 +195,7 @@ class Driven(Both):
         self.life.cache = thread.last
 
     def come_and_go(self, engine: Engine, handles: Sequence[Any]) -> list[Any]:
-        """Submits requests, or cancels them, or does neither; returns new handles."""
+        """Submits requests, cancels them, or does neither. Returns new handles."""
         chance = self.rng.random()
         if chance < 0.15 and handles:
             handle = handles[-int(self.rng.integers(1, min(len(handles), 8) + 1))]

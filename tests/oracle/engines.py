@@ -2,9 +2,9 @@
 """Engines, batches and streams over the cache whose K/V identify their tokens, with all bytes compared at each turn.
 
 A history goes on with verbs (`bytes_machine.Life`) until it runs a batch, or opens an engine, which it then turns by
-hand. Requests come and go meanwhile; moves, steps and listeners fail. Answers and log-probabilities are the model's.
+hand. Requests come and go meanwhile. Moves, steps and listeners fail. Answers and log-probabilities are the model's.
 
-    python -m tests.oracle.engines host --seed 3 --steps 500  # a failure is cut down to the requests it takes
+    python -m tests.oracle.engines host --seed 3 --steps 500  # cuts a failure down to the requests it takes
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from kvjax.serving.engine_thread import EngineThread
 from kvjax.stores import DiskStore
 from kvjax.tiered import joined
 from tests.constraint_kit import LIMITS, Grammar
+from tests.drafters import Guesses
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import (
     ROWS,
@@ -76,7 +77,7 @@ SWAPS = Scheduler(chunk=8, k=SIZE, reserve="num_tokens", preempt="swap")
 
 
 class Broken(RuntimeError):
-    """A call that fails on purpose."""
+    """A call made to fail."""
 
 
 def fail() -> None:
@@ -85,16 +86,17 @@ def fail() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Serves(Config):
-    """The options of a cache and of what serves with it.
+    """The options of a cache, and of everything which serves with it.
 
     Attributes:
-      scheduler: of batches and engines.
+      scheduler: scheduler of batches and engines.
       salts: whether an engine's tenants come by salts, which it gives back when nothing has them.
       store: whether there is a `DiskStore`.
       limits: other arguments of an engine.
-      replicas: whether it is `Replicas` that serve.
+      replicas: whether `Replicas` serve.
       penalties: whether requests have penalties, biases and a min-p.
       grammars: whether requests may have a grammar.
+      drafts: whether there is a drafter, whose drafts are right, wrong and random in turn.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -105,6 +107,7 @@ class Serves(Config):
     replicas: bool = False
     penalties: bool = False
     grammars: bool = False
+    drafts: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)
@@ -114,7 +117,7 @@ class Serves(Config):
 
 
 class Away:
-    """A listener that is away at times."""
+    """A listener which is away at times."""
 
     def __init__(self, mirror: Mirror):
         self.mirror, self.is_away = mirror, False
@@ -137,23 +140,23 @@ class Sent:
 
 
 def under(grammar: Grammar, answer: Sequence[int], likeliest: int, token: int) -> tuple[float, int]:
-    """The log-probability of a token after an answer under a grammar, and the greedy one, by `Chain`."""
+    """The log-probability of a token after an answer under a grammar, and the greedy token, by `Chain`."""
     allowed = grammar.allowed(answer, VOCAB)
     logits = np.where(allowed, (np.arange(VOCAB) == likeliest).astype(np.float64), -np.inf)
     return float(logits[token] - np.log(np.sum(np.exp(logits)))), int(np.argmax(logits))
 
 
 class Served(Life):
-    """A cache that verbs, batches and engines have one after the other.
+    """A cache for verbs, batches and engines in turn.
 
     Attributes:
-      engine: the one that has the cache, or None.
-      requests: its requests that are not over.
-      published: the index by the events that listeners have got.
-      space_of: the namespace of each first token of a prompt, all that a model sees of a tenant.
-      others: the rows of nobody's requests, while a batch runs.
-      grammars: those that a request may have, with the constraints that they are.
-      bound: the grammar of each request that has one.
+      engine: the engine with the cache, or None.
+      requests: its requests in progress.
+      published: the index by the events of listeners.
+      space_of: the namespace of each first token of a prompt, which tells a model the tenant.
+      others: the rows outside of all requests, while a batch runs.
+      grammars: grammars for requests, with their constraints.
+      bound: the grammar of each request with a grammar.
     """
 
     config: Serves
@@ -207,8 +210,13 @@ class Served(Life):
         listener = Listeners(self.follow, *listeners)
         return RunOptions(
             scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
-            log_events=False, listener=listener, logits_fn=self.logits_fn, **options,
+            log_events=False, listener=listener, logits_fn=self.logits_fn, drafter=self.drafter, **options,
         )  # fmt: skip
+
+    @property
+    def drafter(self) -> Any:
+        """A drafter of the model, with another mode after each turn of the clock."""
+        return Guesses.of(self.model, VOCAB, self.time % 3) if self.config.drafts else None
 
     # The cache goes to a driver and comes back.
 
@@ -218,7 +226,7 @@ class Served(Life):
         driver.state.host = self.host
 
     def take(self, driver: Driver, others: dict[int, Row]) -> None:
-        """Takes a driver's cache as it is behind the loops under way, their events and its rows beside the others."""
+        """Takes a driver's cache after the present loops, with their events, and adds its rows to the others."""
         state, self.rows = driver.state, dict(others)
         self.cache, self.host = state.cache, state.host
         for events in state.unpublished:
@@ -239,7 +247,7 @@ class Served(Life):
     # Batches.
 
     def _watched(self, batch: Batch, turn: Any) -> bool:
-        """A turn of a batch; of one that has this cache, all bytes are compared."""
+        """A turn of a batch. If the batch has this cache, all bytes are compared."""
         more, published = turn(batch), self.mirror
         if batch.state.cache.state.seqs.length.devices() != self.devices:
             return more
@@ -307,7 +315,7 @@ class Served(Life):
         return found.outputs, found.cache
 
     def arm(self, breaks: Any) -> None:
-        """Lets one of the next jitted calls fail before it or after it: [its number, when]."""
+        """Lets one of the next jitted calls fail before it or after it. `breaks` is [its number, when]."""
         self.calls.count, self.calls.at = 0, breaks[0] if breaks else 0
         self.calls.before, self.calls.after = (fail, None) if breaks and breaks[1] else (None, fail)
 
@@ -331,14 +339,14 @@ class Served(Life):
 
     @property
     def logits_fn(self) -> Any:
-        """The penalties and the grammars that requests may have, by a `chain` if they may have both."""
+        """The penalties and the grammars of requests, combined by `chain` if requests may have both."""
         functions = [penalize] if self.config.penalties else []
         if self.constraints is not None:
             functions.append(self.constraints)
         return chain(*functions) if len(functions) > 1 else functions[0] if functions else None
 
     def logits_state(self, prompt: Sequence[int] = (), grammar: int | None = None, **penalties: Any) -> Any:
-        """The state of a request for `logits_fn`; its penalties are in the first place."""
+        """The state of a request for `logits_fn`. Its penalties come first."""
         states: list[Any] = []
         if self.config.penalties:
             penalties = {"repetition": 1.0, **penalties}
@@ -348,7 +356,7 @@ class Served(Life):
         return tuple(states) if len(states) > 1 else states[0] if states else None
 
     def check(self, request: Any, space: int, output: Any, sample: int) -> None:
-        """Each token is one of the model's after the text before it, by its probability, and so is the end."""
+        """Requires each token to be the model's after the text before it, by its probability, and a right end."""
         path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
         prompt = path
         grammar = self.bound.get(request)
@@ -378,6 +386,8 @@ class Served(Life):
             self.tally["under a grammar preempted"] += output.preemptions
         self.check_scores(request, space, output)
         self.tally["generated"] += len(new)
+        self.tally["accepted drafts"] += output.accepted_tokens
+        self.tally["rejected drafts"] += output.drafted_tokens - output.accepted_tokens
         self.tally["preempted"] += output.preemptions
         self.tally["generate hit"] += output.cached_tokens > 0
         self.tally["from the store"] += output.stored_tokens > 0
@@ -394,7 +404,7 @@ class Served(Life):
         assert right.get(str(output.finish), True), f"{request} has {output}"
 
     def check_scores(self, request: Any, space: int, output: Any) -> None:
-        """Each prompt token that was scored has the model's log-probability; in the end all that were wanted have."""
+        """Requires the model's log-probability for each scored prompt token, and in the end for all requested."""
         prompt, first, scored = request.prompt.tolist(), request.prompt_logprobs_from, output.prompt_logprobs
         for at, logprob in enumerate(scored, first or 0):
             if at == 0:
@@ -426,7 +436,7 @@ class Served(Life):
         self.take(self.engine._thread.driver, {})
 
     def _turn(self, request: dict[str, Any]) -> None:
-        """Submits requests to the engine and ends others, lets it make one turn, and looks at all answers."""
+        """Submits requests to the engine and ends others, makes a turn, and looks at all answers."""
         if self.engine is None:
             return
         thread = self.engine._thread
@@ -465,7 +475,7 @@ class Served(Life):
         self._verify_answers(thread)
 
     def _replace_grammar(self, new: Any) -> None:
-        """Puts a new grammar in the place of one that no request has: [its number, a seed]."""
+        """Puts a new grammar in the place of a grammar without requests. `new` is [its number, a seed]."""
         if self.constraints is None or new is None:
             return
         number, seed = new[0] % GRAMMARS, new[1]
@@ -477,12 +487,12 @@ class Served(Life):
         self.tally["new grammar"] += 1
 
     def _await_reads(self, thread: EngineThread) -> None:
-        """Waits for what is read from the store, so that a history does not depend on threads."""
+        """Waits for reads from the store, so a history does not depend on threads."""
         prefixes = thread.driver.stored.waiting.values() if thread.driver.stored else ()
         wait([future for prefix in prefixes for future in prefix.reads.values() if future is not None])
 
     def _verify_answers(self, thread: EngineThread) -> None:
-        """Looks at all answers; those that are over leave."""
+        """Looks at all answers. Finished requests leave."""
         for one in self.requests:
             one.turns += one.is_cancelled
             if one.handle.error is not None:
@@ -526,10 +536,11 @@ class Served(Life):
             self._note_salt(salt, handle.job.namespace)
             self.space_of[prompt[0]] = handle.job.namespace
         thread._model = thread.driver._model = self.model
+        thread.driver._options = dataclasses.replace(thread.driver._options, drafter=self.drafter)
         self.requests += [Sent(request, one, sample) for sample, one in enumerate(handle.samples)]
 
     def _note_salt(self, salt: str, number: int) -> None:
-        """A salt has another number only when nothing has the earlier one any more."""
+        """Requires the same number for a salt, unless nothing has its earlier number any more."""
         before = self.numbers.get(salt, number)
         used = {node[0] for node in self.mirror.nodes.values()}
         assert before == number or before not in used, f"{salt} has number {number}, and blocks have {before}"
@@ -537,7 +548,7 @@ class Served(Life):
         self.numbers[salt] = number
 
     def _close(self, request: dict[str, Any]) -> None:
-        """Ends the engine, in the middle or idle; its cache goes on."""
+        """Ends the engine, in the middle or idle. Its cache goes on."""
         del request
         if self.engine is None:
             return
@@ -571,7 +582,7 @@ def penalized(path: Sequence[int], num_prompt: int, name: int, state: Penalties 
 
 
 class Replicated:
-    """Replicas on two devices, whose bytes are compared at each turn of theirs, each as one `Served`."""
+    """Replicas on two devices, each a `Served`. Their bytes are compared at each of their turns."""
 
     def __init__(self, config: Serves, faults: Faults):
         self.lives, self.devices = list[Served](), jax.devices()[:2]
@@ -643,7 +654,7 @@ class Replicated:
         self.tally.update(f"by replica {output.replica}" for output in outputs)
 
     def compare_routes(self, asks: Sequence[Any]) -> None:
-        """The cached tokens of each route are those that the replica's cache has, in whole blocks."""
+        """Compares the cached tokens of each route with the replica's cache, in whole blocks."""
         asks = [one for one in asks if len(one.prompt)]
         for one, route in zip(asks, self.replicas.route(asks), strict=True):
             life, length = self.lives[route.replica], len(one.prompt)
@@ -693,7 +704,7 @@ class Asks(bytes_machine.Requests):
         return {"penalties": penalties, "min_p": random.choice([None, 0.125, 0.5, 1.0])}
 
     def breaks(self, chance: float) -> list[int] | None:
-        """The number of a jitted call that fails, and whether before it began."""
+        """The number of a jitted call to fail, and whether it fails before it began."""
         return [self.number(1, 4), self.number(2)] if self.chance(chance) else None
 
     def draw(self, life: Any) -> dict[str, Any]:
@@ -732,6 +743,10 @@ CONFIGS = {
     "windows, int8": Serves(
         (FULL, (6, 1)), dtype="int8", policy=priority(), options={"retention": True}, limits={"num_ranges": 2}
     ),
+    "drafts": Serves(scheduler=SHORT, penalties=True, grammars=True, drafts=True),
+    "drafts, host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, drafts=True),
+    "drafts, windows, int8": Serves((FULL, (6, 1)), dtype="int8", drafts=True),
+    "drafts, recurrent, latents": Serves((FULL, bytes_machine.RECURRENT, bytes_machine.LATENT), drafts=True),
     "recurrent, host": Serves((FULL, bytes_machine.RECURRENT, bytes_machine.LATENT), host=5, scheduler=SHORT),
 }
 

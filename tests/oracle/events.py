@@ -20,7 +20,7 @@ def plain(path: Iterable[int]) -> Path:
 
 
 def named(records: Iterable[dict[str, Any]], mirror: Mirror, paired: Callable[[Any], Path] = plain) -> Terms:
-    """The library's decoded events after those of a mirror, by the paths of their blocks, `paired` with extra ids.
+    """The library's decoded events after a mirror's, by the paths of their blocks. `paired` adds extra ids.
 
     A block may be stored and removed among them.
     """
@@ -39,7 +39,7 @@ def named(records: Iterable[dict[str, Any]], mirror: Mirror, paired: Callable[[A
 
 
 def without_copied_paths(events: Iterable[Event], size: int) -> Terms:
-    """The oracle's events; of a copy only the number of tokens of its block."""
+    """The oracle's events. A copy only has the number of tokens of its block."""
     return collections.Counter(
         (e.kind, (len(e.path) - 1) % size + 1, e.group) if e.kind == "copied" else tuple(e) for e in events
     )

@@ -36,10 +36,10 @@ class Watch:
     Attributes:
       scheduler: the scheduler.
       asks: the `Ask` of each accepted request.
-      passed: the number of later requests that were admitted before each one, counted from the reports.
-      over: the requests that are over, in order.
+      passed: the number of later requests admitted before each request, counted from the reports.
+      over: the finished requests, in order.
       pins: the pinned blocks of each group.
-      others: rows in use that are no request's.
+      others: rows in use outside of all requests.
       computed: the number of computed tokens.
       happened: a count of each kind of happening.
     """
@@ -65,7 +65,7 @@ class Watch:
         return not self.waiting and not any(self.scheduler.rows)
 
     def submit(self, *asks: Ask) -> list[Request | None]:
-        """Submits a batch; returns a request for each ask, or None if it was refused."""
+        """Submits a batch. Returns a request for each ask, or None if it was refused."""
         accepted = []
         for ask, (status, slot, generation) in zip(asks, self.scheduler.submit(asks), strict=True):
             self.happened[f"submit {status.name}"] += 1
@@ -77,7 +77,7 @@ class Watch:
         return accepted
 
     def cancel(self, request: Request) -> bool:
-        """Cancels a request; False if it is too late."""
+        """Cancels a request. Returns False if it is too late."""
         is_open = self.scheduler.requests[request.slot] is request and not request.over
         status = self.scheduler.cancel(request.slot, request.generation)
         assert (status == Status.OK) == is_open
@@ -99,10 +99,10 @@ class Watch:
 
     @property
     def bound(self) -> int:
-        """The most steps that the accepted requests may take.
+        """The maximum number of steps for the accepted requests.
 
-        Each step computes at least one token of the first request that runs. As many steps again are allowed for tokens
-        that are computed twice, after a preemption or, seldom, a refusal of blocks.
+        Each step computes at least one token of the first running request. As many steps again are allowed for tokens
+        computed twice, after a preemption or, seldom, a refusal of blocks.
         """
         return 2 * sum(ask.max_tokens for ask in self.asks.values()) + 2 * len(self.asks) + 2
 
@@ -117,7 +117,7 @@ class Watch:
         self.verify_end()
 
     def step(self) -> Report:
-        """Runs one step, and verifies it."""
+        """Runs a step, and verifies it."""
         scheduler, requests = self.scheduler, list(self.scheduler.requests)
         steps, parents = scheduler.steps, {request: request.parent for request in requests}
         before = [len(row.tokens) for row in self.cache.rows]
@@ -142,7 +142,7 @@ class Watch:
         return report
 
     def _verify_passes(self, report: Report, parents: dict[Request, Request | None]) -> None:
-        """Verifies that no request is passed over more often than max_deferrals allows."""
+        """Requires no request to be passed over more often than max_deferrals allows."""
         assert not (report.preempted and report.admitted), "preempts and admits in one step"
         admitted = [self.scheduler.requests[slot] for slot, *_ in report.admitted]
         for number, first in enumerate(admitted, 1):
@@ -153,7 +153,7 @@ class Watch:
         assert max(self.passed.values(), default=0) <= self.options.max_deferrals
 
     def _verify_shape(self, report: Report, steps: int) -> None:
-        """Verifies that the limits of the options hold, and that each decode row runs."""
+        """Requires the limits of the options to hold, and each decode row to run."""
         options, chunks, decoded = self.options, report.chunks, report.decoded
         assert 0 <= report.n <= options.k
         self.computed += sum(chunks.values())
@@ -173,7 +173,7 @@ class Watch:
             assert not marked or (request and (row in self.scheduler.prefilling() or request.over))
 
     def _verify_row(self, request: Request, row: int, start: int, report: Report) -> None:
-        """Verifies that a row has written its request's tokens, as reported, and chooses only behind all of them."""
+        """Requires a row to write its request's tokens, as reported, and to choose only after all of them."""
         seq, chosen = self.cache.rows[row], report.chosen.get(row, [])
         written = len(seq.tokens)
         assert [token for token, _ in seq.tokens] == request.tokens[:written]
@@ -188,7 +188,7 @@ class Watch:
             assert request.num_tokens > written
 
     def _verify_blocks(self) -> None:
-        """Verifies that only rows and pins hold blocks, and that the counts add up."""
+        """Requires only rows and pins to hold blocks, and the counts to add up."""
         for group in self.cache.groups:
             held = collections.Counter(self.pins[group.number])
             for row in self.cache.rows:
@@ -197,7 +197,7 @@ class Watch:
             assert group.counts()["empty"] >= 0
 
     def verify_end(self) -> None:
-        """Verifies that each request ended once, with the tokens that it has alone, and that no block is held."""
+        """Requires each request to end once, with the tokens which it has alone, and no block to be held."""
         assert collections.Counter(self.over) == collections.Counter(list(self.asks))
         for request, ask in self.asks.items():
             tokens, finish = alone(ask, self.scheduler.model)

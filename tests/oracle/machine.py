@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state machine that makes random requests to the cache, and the same ones to the oracle."""
+"""A state machine which makes the same random requests to the cache and to the oracle."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "host, windows, retention": {
         "policy": "priority", "retention": True, "layers": [(None, 0), (6, 3)], "num_host_blocks": 4,
     },
+    "thinning": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 4, "thinning": True},
+    "thinning, plain": {"thinning": True},
+    "thinning, recurrent": {"layers": [(None, 0), "recurrent"], "thinning": True},
     "windows alone": {"layers": [(5, 0), (9, 1)], "partial_reuse": False},
     "recurrent": {"layers": [(None, 0), "recurrent"]},
     "recurrent alone": {"layers": ["recurrent"]},
@@ -111,7 +114,7 @@ def padded(tokens):
 
 
 def joined(results):
-    """The report of one call that equals several calls, one after the other."""
+    """The report of a call which equals several calls in turn."""
     return results[0]._replace(
         status=[s for r in results for s in r.status], events=[e for r in results for e in r.events],
         queried=[q for r in results for q in r.queried], cached=[c for r in results for c in r.cached],
@@ -120,7 +123,7 @@ def joined(results):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Each rule runs one verb on both caches and compares the reports. The invariant compares the contents."""
+    """Each rule runs a verb on both caches and compares the reports. The invariant compares the contents."""
 
     @initialize(config=st.sampled_from(NAMES), blocks=num_blocks)
     def start(self, config, blocks):
@@ -132,6 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, **options)
         self.timed, self.extra, self.host = spec.retention, spec.extra_ids, spec.has_host
+        self.thinning = spec.thinning
         sizes = {group.key: max(blocks, spec.least_blocks(group)) for group in spec.groups}
         self.state = kvjax.init(spec, chosen, num_blocks=sizes)
         windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in spec.window_groups if group.window]
@@ -156,13 +160,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def ready(self):
-        """The rows that a decode loop could continue."""
+        """The rows which a decode loop could continue."""
         rows = enumerate(self.oracle.rows)
         return [seq for seq, row in rows if 0 < row.length == len(row.tokens) and not row.swapped]
 
     @staticmethod
     def one_of(rows, seq):
-        """One of these rows, if any, for a row that was drawn from all."""
+        """A row among these rows, if there are any, for a row drawn from all."""
         return rows[seq % len(rows)] if rows else seq
 
     def both(self, verb, wanted, *args, **kwargs):
@@ -207,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
         return ids, padded(ids)
 
     def retained(self, choice):
-        """The priorities that a request states, for the oracle and for the library; none without `timed`."""
+        """A request's priorities, for the oracle and for the library. None without `timed`."""
         if not self.timed:
             return Retention(), None
         (first, second, end), *priorities = choice
@@ -220,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(ms=st.sampled_from((1, 4, 5, 2**30)))
     def wait(self, ms):
-        """Waits, even for days, but less than 24 of them after the latest time that the library has got."""
+        """Waits, even for days, but less than 24 of them after the latest time of the library."""
         time = self.state.groups[0].blocks.time
         if time is None or self.oracle.now + ms - (int(time[0]) * 2**32 + int(time[1])) < 2**31:
             self.oracle.now += ms
@@ -247,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
         hurry=st.booleans(), blocks=blocks_of_steps,
     )  # fmt: skip
     def serve(self, prompts, retention, wide, end, hurry, blocks):
-        """Serves whole sequences, so that something is cached."""
+        """Serves whole sequences, to fill the cache."""
         for prompt in prompts:
             if not self.free:
                 break
@@ -336,7 +340,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
 
     def write_reserved(self):
-        """Commits all that rows have reserved, so that they are ready."""
+        """Commits all tokens reserved by rows, so they are ready."""
         reserved = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
         self.write([[0] * WIDTH] * ROWS, reserved)
 
@@ -368,6 +372,22 @@ class CacheMachine(RuleBasedStateMachine):
             lengths = [min(self.oracle.rows[seq].length, length) for seq, length in zip(seqs, lengths, strict=True)]
         wanted = [self.oracle.truncate(*pair) for pair in zip(seqs, lengths, strict=True)]
         self.both("truncate", joined(wanted), np.asarray(seqs, np.int32), np.asarray(lengths, np.int32))
+
+    @precondition(lambda self: self.used and self.thinning)
+    @rule(
+        seqs=two(rows), which=two(st.integers(0, 2**BLOCKS_PER_ROW - 1)), is_sound=mostly,
+        most=st.sampled_from((None, None, 1)),
+    )  # fmt: skip
+    def thin(self, seqs, which, is_sound, most):
+        columns = [[column for column in range(BLOCKS_PER_ROW) if mask >> column & 1] for mask in which]
+        if is_sound:
+            seqs = [self.one_of(self.used, seq + index) for index, seq in enumerate(seqs)]
+            seqs[1] = NO_BLOCK if seqs[1] == seqs[0] else seqs[1]
+            whole = [len(self.oracle.rows[seq].tokens) // SIZE if seq in self.used else 0 for seq in seqs]
+            columns = [[c for c in chosen if c < end] for chosen, end in zip(columns, whole, strict=True)]
+        masks = np.array([[c in chosen for c in range(BLOCKS_PER_ROW)] for chosen in columns])
+        wanted = self.oracle.thin(seqs, columns, most)
+        self.both("thin", wanted, np.asarray(seqs, np.int32), masks, max_removed=most)
 
     @precondition(lambda self: self.used)
     @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), most=st.sampled_from((None, SIZE)))
@@ -560,6 +580,9 @@ class CacheMachine(RuleBasedStateMachine):
         seqs = self.state.seqs
         assert seqs.length.tolist() == [row.length for row in self.oracle.rows]
         assert seqs.committed.tolist() == [len(row.tokens) for row in self.oracle.rows]
+        if seqs.holes is not None:
+            wanted = [[column in row.holes for column in range(BLOCKS_PER_ROW)] for row in self.oracle.rows]
+            assert seqs.holes.tolist() == wanted
         if seqs.swapped is not None:
             assert seqs.swapped.tolist() == [row.swapped for row in self.oracle.rows]
         self.agree_on_text()
@@ -581,7 +604,7 @@ class CacheMachine(RuleBasedStateMachine):
                     assert group.blocks.retention[ours].tolist() == expected
 
     def agree_on_text(self):
-        """The blocks of each row have its tokens and extra ids, also those that are not in the index yet."""
+        """Compares the tokens and extra ids of each row's blocks, including blocks outside of the index."""
         table, text = np.asarray(self.state.groups[0].table), jax.device_get(self.state.groups[0].blocks.text)
         for blocks, row in zip(table, self.oracle.rows, strict=True):
             position = np.arange(len(row.tokens))

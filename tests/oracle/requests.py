@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 class Stage(enum.IntEnum):
-    """The stage of a request; EMPTY: the slot is free. The numbers are the library's, as in `Finish`."""
+    """The stage of a request. EMPTY means the slot is free. The numbers are the library's, as in `Finish`."""
 
     EMPTY = 0
     WAITING = 1
@@ -31,7 +31,7 @@ class Finish(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A request as submitted; `sample_of` is the number of an earlier one of the batch with the same prompt."""
+    """A request as submitted. `sample_of` is the number of an earlier request of the batch with the same prompt."""
 
     tokens: Sequence[int]
     max_tokens: int
@@ -44,18 +44,21 @@ class Ask:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A slot for requests, and the one in it.
+    """A slot for requests, and its request.
 
     Attributes:
-      slot, generation: its name; no other request ever has the same.
+      slot: its slot.
+      generation: makes its name unique, together with the slot.
       tokens: its prompt, then its generated tokens.
       prompt: the number of tokens of the prompt.
-      max_tokens: the number of tokens at which it ends. The last one is never written into the cache.
+      max_tokens: the number of tokens at which it ends. The last token is never written into the cache.
       arrival: a number in order of submission.
-      passed: the number of later requests that were admitted while it waited.
-      parent: the request whose prompt it is another sample of, until that is computed.
+      passed: the number of later requests admitted while it waited.
+      parent: the request with the same prompt which it waits for, until the prompt is computed.
       cached: the number of tokens found in the cache when it was first admitted.
-      submitted, first_token, ended: steps of the model until then; -1: not yet.
+      submitted: steps of the model before its submission.
+      first_token: steps of the model before its first token, or -1.
+      ended: steps of the model before its end, or -1.
     """
 
     slot: int
@@ -105,22 +108,23 @@ class Options:
     """The options of a scheduler, the same for all its steps.
 
     Attributes:
-      reserve: "max_tokens": a request is admitted when blocks suffice for all tokens that it and the running ones may
-        still get; "batch": the same, when no row runs; "num_tokens": when they suffice for the tokens that it has.
-      chunk: the most tokens of a row that a mixed step computes.
-      chunk_rows: the most rows that have chunks in a mixed step.
-      budget: positions of a mixed step; each row has one, the others are for chunks. None: as many as a chunk has.
-      chunks: the rows that get them: "fcfs", in order, each as many as it can use; "equal", the same number for each.
-      k: the most decode steps of a block of steps.
-      k_waiting: likewise while a request waits.
-      watermark: blocks that "num_tokens" leaves, unless no row runs.
-      max_deferrals: the number of later requests that may be admitted before one.
-      max_skips: the most requests that one step passes over because they cannot be admitted.
+      reserve: "max_tokens": a request is admitted when blocks suffice for all tokens which it and the running requests
+        may still get. "batch": the same, when no row runs. "num_tokens": when blocks suffice for its present tokens.
+      chunk: maximum tokens of a row in a mixed step.
+      chunk_rows: maximum rows with chunks in a mixed step.
+      budget: positions of a mixed step. Each row has one, and the others are for chunks. None means as many as a chunk
+        has.
+      chunks: the rows which get them. "fcfs": in order, each as many as it can use. "equal": the same number for each.
+      k: maximum decode steps of a block of steps.
+      k_waiting: the same while a request waits.
+      watermark: blocks left over by "num_tokens", unless no row runs.
+      max_deferrals: maximum later requests admitted before a request.
+      max_skips: maximum requests passed over in a step because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
-      coalesce: the number of rows that want chunks, or of blocks of steps that they waited, before a step is mixed.
-      canonical: whether a step has chunks of one row, which begin at multiples of `chunk`; then what was decoded is not
-        found in the cache.
-      order: a key; the smallest is first, then the earliest. The last one is preempted.
+      coalesce: the number of rows which want chunks, or of blocks of steps which they waited, before a step is mixed.
+      canonical: whether a step has chunks of a single row, which begin at multiples of `chunk`. Decoded tokens are not
+        found in the cache then.
+      order: a key. The smallest comes first, then the earliest. The last is preempted.
     """
 
     reserve: Literal["max_tokens", "num_tokens", "batch"] = "max_tokens"
@@ -140,23 +144,23 @@ class Options:
 
     @property
     def alignment_tokens(self) -> int | None:
-        """The tokens at whose multiples the reused part of a prompt may end; None: anywhere."""
+        """The reused part of a prompt ends at a multiple of these tokens. None means it ends anywhere."""
         return self.chunk if self.canonical else None
 
 
 @dataclasses.dataclass
 class Report:
-    """The report of one step of the scheduler.
+    """The report of a step of the scheduler.
 
     Attributes:
-      released: the released rows, in order, including those of preempted requests.
+      released: the released rows, in order, including rows of preempted requests.
       preempted: slots, in order.
-      admitted: (slot, row, cached tokens), in order; without the samples that hold rows for one of these.
-      n: the number of decode steps that blocks were reserved for; 0: they were refused.
+      admitted: (slot, row, cached tokens), in order, without samples which hold rows for an admitted request.
+      n: the number of decode steps with reserved blocks. 0 means they were refused.
       mixed: whether it was a mixed step.
       chunks: {row: tokens of its chunk}, in order.
-      out_of_blocks: rows that found no block for their chunk.
-      decoded: rows that computed one token, or one in each step of a block.
+      out_of_blocks: rows without blocks for their chunk.
+      decoded: rows which computed a token, or a token in each step of a block.
       chosen: {row: chosen tokens}.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of one size over a trace, in plain Python, one block at a time: LRU under each rule, and Belady's choice.
+"""Caches of a single size over a trace, in plain Python, block by block: LRU under each rule, and Belady's choice.
 
 A prompt is a list of ids. Each function returns the hits of every request.
 """
@@ -16,28 +16,28 @@ Prompts = Sequence[Sequence[int]]
 
 
 def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
-    """Evicts the least recently used block; of one prompt the last. A prompt longer than the cache is refused.
+    """Evicts the least recently used block, and the last block of a prompt. Refuses a prompt longer than the cache.
 
     Args:
       prompts: the ids of each request's blocks.
       full: the number of full blocks of each request.
       size: blocks of the cache.
-      rule: see `kvjax.research.RULES`.
+      rule: a key of `kvjax.research.RULES`.
     """
     cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # in the order of eviction
     hits = []
-    for prompt, number in zip(prompts, full, strict=True):
+    for prompt, num_full in zip(prompts, full, strict=True):
         if len(prompt) > size:
             hits.append(0)
             continue
-        storable = prompt[:number] if rule == "full" else prompt
-        found = 0
+        storable = prompt[:num_full] if rule == "full" else prompt
+        num_hits = 0
         for block in storable if rule == "papers" else storable[: len(prompt) - 1]:
             if block not in cached:
                 break
-            found += 1
-        hits.append(found)
-        for block in prompt[:found]:
+            num_hits += 1
+        hits.append(num_hits)
+        for block in prompt[:num_hits]:
             del cached[block]
         while len(cached) + len(prompt) > size:
             cached.popitem(last=False)
@@ -48,27 +48,27 @@ def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
 
 
 def lfu(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
-    """Evicts the least often reused block, of equal ones the least recently used; like `lru`, with a heap.
+    """Evicts the least often reused block, and the least recently used among equals, as `lru` but with a heap.
 
-    A block is reused no more often than the one before it, so the blocks of a prompt leave from its end. Blocks reused
-    more than 120 times count as equal.
+    A block is reused no more often than the block before it, so the blocks of a prompt leave from its end. Blocks
+    reused more than 120 times count as equal.
     """
     reused: dict[int, int] = {}  # of the cached blocks
     keys: dict[int, int] = {}  # of those that no request holds: (reuses, time of release)
     heap: list[tuple[int, int]] = []  # (key, block); outdated entries are skipped
     clock, hits = 0, []
-    for prompt, number in zip(prompts, full, strict=True):
+    for prompt, num_full in zip(prompts, full, strict=True):
         if len(prompt) > size:
             hits.append(0)
             continue
-        storable = prompt[:number] if rule == "full" else prompt
-        found = 0
+        storable = prompt[:num_full] if rule == "full" else prompt
+        num_hits = 0
         for block in storable if rule == "papers" else storable[: len(prompt) - 1]:
             if block not in keys:
                 break
-            found += 1
-        hits.append(found)
-        for block in prompt[:found]:
+            num_hits += 1
+        hits.append(num_hits)
+        for block in prompt[:num_hits]:
             del keys[block]
         while len(keys) + len(prompt) > size:
             key, block = heapq.heappop(heap)
@@ -83,7 +83,7 @@ def lfu(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
 
 
 def next_uses(prompts: Prompts) -> list[list[int]]:
-    """For each block of each prompt, the next request that uses it; the number of requests if none does."""
+    """For each block of each prompt, the next request with it, or the number of requests if there is none."""
     coming: dict[int, int] = {}
     uses = []
     for request in reversed(range(len(prompts))):
@@ -93,25 +93,25 @@ def next_uses(prompts: Prompts) -> list[list[int]]:
 
 
 def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = False) -> list[int]:
-    """Evicts the block whose next use is farthest away, of equal ones the deepest; rule "papers".
+    """Evicts the block with the farthest next use, and the deepest among equals, with rule "papers".
 
     Args:
       prompts: the ids of each request's blocks.
       uses: their `next_uses`.
       size: blocks of the cache.
-      bypass: a request's own blocks may leave at once.
+      bypass: whether a request's own blocks may leave at once.
     """
     cached: dict[int, int] = {}  # id -> its next use
     heap: list[tuple[int, int, int]] = []  # (-next use, -depth, id); outdated entries are skipped
     hits = []
     for prompt, coming in zip(prompts, uses, strict=True):
-        found = 0
+        num_hits = 0
         for block in prompt:
             if block not in cached:
                 break
-            found += 1
-        hits.append(found)
-        for block in prompt[:found]:
+            num_hits += 1
+        hits.append(num_hits)
+        for block in prompt[:num_hits]:
             del cached[block]
         if not bypass:
             _evict(cached, heap, size - len(prompt))
@@ -151,10 +151,10 @@ def belady_by_runs(lengths: Sequence[int], coming: list[list[tuple[int, int]]], 
             in_all += cached[use]
             if not cached[use]:
                 heapq.heappop(heap)
-        for use, number in runs:
+        for use, count in runs:
             if not cached[use]:
                 heapq.heappush(heap, -use)
-            cached[use] += number
+            cached[use] += count
         in_all += length
     return hits
 
@@ -165,17 +165,17 @@ def next_runs(uses: list[list[int]]) -> list[list[tuple[int, int]]]:
 
 
 def most_hits(prompts: Prompts, size: int, bypass: bool = False) -> int:
-    """The most hits of any cache, by trying every way to evict; rule "papers", for tiny traces."""
+    """The maximum hits of any cache, by trying every way to evict, with rule "papers", for tiny traces."""
 
     @functools.cache
     def best(request: int, cached: frozenset[int]) -> int:
         if request == len(prompts):
             return 0
         prompt = prompts[request]
-        found = sum(1 for _ in itertools.takewhile(cached.__contains__, prompt))
+        num_hits = sum(1 for _ in itertools.takewhile(cached.__contains__, prompt))
         stays = frozenset() if bypass else frozenset(prompt)
         others = sorted((cached | set(prompt)) - stays)
         choices = itertools.combinations(others, min(len(others), size - len(stays)))
-        return found + max(best(request + 1, stays.union(some)) for some in choices)
+        return num_hits + max(best(request + 1, stays.union(kept)) for kept in choices)
 
     return best(0, frozenset())

@@ -4,7 +4,7 @@
     python -m tests.scenarios PATH [PATH ...]             # files or folders, against the library
     python -m tests.scenarios --oracle PATH [PATH ...]    # against the cache in plain Python
 
-Prints one line per file and a count; the exit status is 1 if a file failed.
+Prints a line per file and a count. The exit status is 1 if a file failed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CHECKS = {"ok", "cached_tokens", "events", "priorities", "groups", *EACH_GROUP}
 
 
 class Mismatch(AssertionError):
-    """A result of a step that differs from its file's expectation."""
+    """A result of a step which differs from its file's expectation."""
 
 
 def size_of(scenario: dict[str, Any]) -> Size:
-    """The smallest cache that can run a scenario, if every step ends as the file expects."""
+    """The smallest cache in which a scenario can run, if every step ends as the file expects."""
     lengths: dict[str, int] = {}
     rows = longest = 1
     for step in scenario["steps"]:
@@ -61,7 +61,7 @@ def size_of(scenario: dict[str, Any]) -> Size:
 
 
 class Run:
-    """One scenario on one back end, with maps from the file's names to rows and blocks of the cache."""
+    """A scenario on a back end, with maps from the file's names to rows and blocks of the cache."""
 
     def __init__(self, scenario: dict[str, Any], backend: str, k: int | None = None):
         self.scenario = scenario
@@ -77,7 +77,7 @@ class Run:
         self.now = 0
 
     def run(self) -> None:
-        """Performs and checks all steps; raises `Mismatch` at the first difference."""
+        """Performs and checks all steps. Raises `Mismatch` at the first difference."""
         for number, step in enumerate(self.scenario["steps"]):
             try:
                 _require(step["op"] in OPS, "unknown op")
@@ -243,7 +243,7 @@ def scenario_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def run_file(path: Path, backend: str, k: int | None = None) -> tuple[str, str]:
-    """Runs one file; returns pass or fail, and a reason. With a number k, tokens are appended in blocks of k steps."""
+    """Runs a file. Returns pass or fail, and a reason. With a number k, tokens are appended in blocks of k steps."""
     try:
         scenario = json.loads(path.read_text(encoding="utf-8"))
         Run(scenario, backend, k).run()
@@ -255,7 +255,7 @@ def run_file(path: Path, backend: str, k: int | None = None) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """The command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.scenarios", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a scenario file or a folder of them")
     parser.add_argument("--oracle", action="store_true", help="run the cache in plain Python instead of the library")

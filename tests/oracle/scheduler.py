@@ -3,16 +3,17 @@
 
 It uses the cache in plain Python (`cache.py`). A step has five parts:
 
-    retire    requests that are over leave their rows; others are preempted while the next tokens do not fit
-    grow      blocks are reserved for the next tokens of the rows that decode
+    retire    finished requests leave their rows, and others are preempted while the next tokens do not fit
+    grow      blocks are reserved for the next tokens of the decoding rows
     admit     waiting requests get free rows
-    compute   either a mixed step: one token of each row that decodes, and chunks of prompts; or a block of decode steps
-    choose    rows whose tokens are all computed choose the next one; some requests are over then
+    compute   either a mixed step, with a token of each decoding row and chunks of prompts, or a block of decode steps
+    choose    rows whose tokens are all computed choose the next token, and some requests are over then
 
-A row has no explicit phase. It wants the tokens that its request has and the cache has not. One wanted token is decode,
-more are prefill. A request that comes back after a preemption is the same case.
+A row has no explicit phase. It wants the tokens of its request which are not in the cache. A single wanted token is
+decode, more are prefill. A request which comes back after a preemption is the same case.
 
-Samples of one prompt hold rows, without blocks, until the row that leads them has computed it; then they fork it.
+Samples of a prompt hold rows, without blocks, until the row which leads them has computed the prompt. Then they fork
+it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Scheduler:
     """Requests, and the cache in whose rows they run.
 
     Attributes:
-      cache: its rows that are in use without a request are left alone.
+      cache: the cache. Rows in use without a request are left alone.
       requests: the slots.
       rows: the request of each row, or None.
       leads: rows whose samples hold rows until their prompt is computed.
-      passed: for each row, mixed steps in which it wanted a chunk and got none, since it last got one.
-      out_of_blocks: rows that found no block for their chunk in the last mixed step.
+      passed: for each row, mixed steps since its last chunk in which it wanted a chunk.
+      out_of_blocks: rows without blocks for their chunk in the last mixed step.
       refused: the number of steps whose blocks were counted but refused in the last step, or 0.
       changed: whether something has happened since no more requests could be admitted.
       chunks_deferred: blocks of steps for which chunks have waited for others.
@@ -68,9 +69,10 @@ class Scheduler:
     # Requests come and go.
 
     def submit(self, asks: Sequence[Ask], slots: Sequence[int] | None = None) -> list[tuple[Status, int, int]]:
-        """Puts each request into the first empty slot, or into that of `slots`. One that could never run is refused.
+        """Puts each request into the first empty slot, or into its slot of `slots`. Refuses a request which could never
+        run.
 
-        Returns its status, its slot and the slot's generation; the latter are -1 if it is refused.
+        Returns its status, its slot and the slot's generation. The latter are -1 if it is refused.
         """
         taken: list[Request | None] = []
         answers = []
@@ -124,7 +126,7 @@ class Scheduler:
         return Status.OK
 
     def cancel(self, slot: int, generation: int) -> Status:
-        """Ends a request. A running one keeps its row until the next step begins."""
+        """Ends a request. A running request keeps its row until the next step begins."""
         request = self.requests[slot] if 0 <= slot < len(self.requests) else None
         if request is None or request.generation != generation or request.stage == Stage.EMPTY or request.over:
             return Status.BAD_REQUEST
@@ -135,7 +137,7 @@ class Scheduler:
         return Status.OK
 
     def drain(self) -> list[Request]:
-        """Empties the slots of requests that are over and have no row; returns these requests."""
+        """Empties the slots of finished requests without a row, and returns these requests."""
         over = [request for request in self.requests if request.over and request not in self.rows]
         for request in over:
             self.requests[request.slot] = Request(request.slot, request.generation + 1)
@@ -150,7 +152,7 @@ class Scheduler:
     # A step.
 
     def step(self, log_room: int = AMPLE, most: int = AMPLE) -> Report:
-        """Runs one step, of at most so many steps of the model. The log has free records for so many events of them."""
+        """Runs a step, of at most `most` steps of the model, whose events fit into `log_room` free records."""
         report, self.events = Report(), []
         self.retire(report)
         tried = self.tries(report)
@@ -166,9 +168,9 @@ class Scheduler:
     # 1. Retire.
 
     def retire(self, report: Report) -> None:
-        """Releases the rows of requests that are over, then preempts while the next tokens do not fit.
+        """Releases the rows of finished requests, then preempts while the next tokens do not fit.
 
-        The last request in order is preempted first, and keeps its turn. If it is the only one, it is over.
+        The last request in order is preempted first, and keeps its turn. If it is the only request, it is over.
         """
         for row, request in enumerate(self.rows):
             if request and request.over:
@@ -185,7 +187,7 @@ class Scheduler:
             self._leave(row, report)
 
     def _lacks_blocks(self) -> bool:
-        """Whether the next tokens of the rows that decode, and the chunks of those that found no blocks, do not fit."""
+        """Whether the next tokens of decoding rows, and chunks of rows which found no blocks, do not fit."""
         if self.refused == 1:
             return True
         wanted = dict.fromkeys(self.decoding(), 1)
@@ -198,7 +200,7 @@ class Scheduler:
         )
 
     def _leave(self, row: int, report: Report) -> None:
-        """Frees a row. Samples that hold rows for it wait again."""
+        """Frees a row. Samples with rows for it wait again."""
         request, self.rows[row] = self._request(row), None
         for other in list(self._running()):
             sample = self._request(other)
@@ -215,14 +217,14 @@ class Scheduler:
         report.released.append(row)
 
     def _detach_samples(self, request: Request) -> None:
-        """Makes the samples that wait for a request that is over requests like any other."""
+        """Turns the samples which wait for a finished request into plain requests."""
         for sample in self._samples(request):
             sample.parent = None
 
     # 2. Grow.
 
     def grow(self, report: Report, single: bool, log_room: int, steps: int = AMPLE) -> None:
-        """Reserves blocks for the next tokens of all rows that decode.
+        """Reserves blocks for the next tokens of all decoding rows.
 
         While a request waits for a row or for blocks, a block of steps ends where the first row is known to end.
         """
@@ -246,9 +248,9 @@ class Scheduler:
         return self.changed and idle and somebody and bool(self._free_rows()) and not report.preempted
 
     def admit(self, report: Report) -> None:
-        """Admits waiting requests in their order. One that cannot be admitted is passed over, within its max_deferrals.
+        """Admits waiting requests in their order. Others are passed over, within their max_deferrals.
 
-        If no row runs and no request can be admitted, the first one is over: no block will ever become free for it.
+        If no row runs and no request can be admitted, the first request is over: no block will ever become free for it.
         """
         options, skipped = self.options, []
         while self._free_rows() and len(skipped) < options.max_skips and (request := self._next(skipped)):
@@ -266,13 +268,13 @@ class Scheduler:
             self.changed = True
 
     def _next(self, skipped: Collection[Request]) -> Request | None:
-        """The first waiting request, in order, that was not skipped."""
+        """The first waiting request, in order, outside of `skipped`."""
         waiting = [request for request in self.requests if request.stage == Stage.WAITING and not request.parent]
         waiting = [request for request in waiting if request not in skipped]
         return min(waiting, key=self._rank, default=None)
 
     def _start(self, request: Request, report: Report) -> bool:
-        """Admits a request into the first free row, and gives its samples the next ones; False if it is refused."""
+        """Admits a request into the first free row, and its samples into the next. Returns False if it is refused."""
         row, *others = self._free_rows()
         result = self.cache.admit(
             row, request.tokens, namespace=request.namespace,
@@ -291,7 +293,7 @@ class Scheduler:
         return True
 
     def _waits_for_prefix(self, request: Request) -> bool:
-        """Whether a row is about to compute the next part of a request's prefix that can be reused."""
+        """Whether a row is about to compute the next reusable part of a request's prefix."""
         part = self.options.alignment_tokens or self.cache.block_size
         end = (self._found(request)[0] // part + 1) * part
         if not self.options.wait_for_prefix or end > request.num_tokens - 1 or end > request.prompt:
@@ -318,13 +320,13 @@ class Scheduler:
         )
 
     def _found(self, request: Request) -> tuple[int, list[list[int]]]:
-        """The part of a request's tokens that `admit` would find; see `Oracle.found`."""
+        """The part of a request's tokens which `admit` would find, by `Oracle.found`."""
         return self.cache.found(
             request.tokens, namespace=request.namespace, alignment_tokens=self.options.alignment_tokens
         )
 
     def _fits_num_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
-        """Whether a group has the blocks that the row would hold once admitted, and the watermark."""
+        """Whether a group has the blocks which the row would hold once admitted, and the watermark."""
         length = request.num_tokens
         if len(self.cache.groups) > 1:
             length = min(length, cached + self.options.chunk)
@@ -334,10 +336,10 @@ class Scheduler:
         return new + cold + more <= self._available(group) - watermark
 
     def _fits_max_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
-        """Whether a group has the blocks that this row and the running ones may still need.
+        """Whether a group has the blocks which this row and the running rows may still need.
 
-        Rows of full attention keep shared blocks as long as they run, so that these count once. Rows with a window drop
-        them one after the other, and each may then need as many blocks as alone.
+        Rows of full attention keep shared blocks as long as they run, so they count once. Rows with a window drop them
+        in turn, and each may then need as many blocks as alone.
         """
         most = self.most(group, request.max_tokens) + more
         if group.window is None:
@@ -353,7 +355,7 @@ class Scheduler:
         return bool(rows) and (len(rows) >= coalesce or self.chunks_deferred >= coalesce or not self.decoding())
 
     def compute_mixed(self, report: Report) -> None:
-        """Computes one token of each row that decodes, and chunks. Rows with all tokens computed then choose one."""
+        """Computes a token of each decoding row, and chunks. Rows with all tokens computed then choose a token."""
         decode = [row for row in self.decoding() if self._reserved(row)]
         chunks = self._extend_chunks(self._plan_chunks())
         report.mixed, report.decoded, report.chunks, report.out_of_blocks = (
@@ -372,7 +374,7 @@ class Scheduler:
     def _plan_chunks(self) -> dict[int, int]:
         """Divides a mixed step's positions for chunks among rows, in order.
 
-        Rows that got none too often come before the others, the earliest request first.
+        Rows which got none too often come before the others, the earliest request first.
         """
         options, prefilling = self.options, self.prefilling()
         left = options.chunk if options.budget is None else options.budget - len(self.rows)
@@ -411,7 +413,7 @@ class Scheduler:
         return having
 
     def _fork(self, ready: Sequence[int]) -> list[int]:
-        """Forks computed prompts for their samples; returns the samples' rows."""
+        """Forks computed prompts for their samples. Returns the samples' rows."""
         forked = []
         for row in self.leads.intersection(ready):
             for other in self._running():
@@ -465,18 +467,18 @@ class Scheduler:
     # Rows.
 
     def want(self, row: int) -> int:
-        """The number of tokens that a row has to compute; 0 while a sample waits in it."""
+        """The number of tokens to compute in a row, or 0 while a sample waits in it."""
         request = self.rows[row]
         if request is None or request.stage != Stage.RUNNING or request.parent:
             return 0
         return request.num_tokens - self._committed(row)
 
     def decoding(self) -> list[int]:
-        """Rows that want one token. That of a row that leads is a chunk, since samples fork before it chooses."""
+        """Rows which want a single token. A leading row's is a chunk, since samples fork before it chooses."""
         return [row for row in range(len(self.rows)) if self.want(row) == 1 and row not in self.leads]
 
     def prefilling(self) -> list[int]:
-        """Rows that want chunks."""
+        """Rows which want chunks."""
         decoding = self.decoding()
         return [row for row in range(len(self.rows)) if self.want(row) and row not in decoding]
 
@@ -498,11 +500,11 @@ class Scheduler:
         return len(self.cache.rows[row].tokens)
 
     def _reserved(self, row: int) -> int:
-        """The number of tokens that a row can write without more blocks."""
+        """The number of tokens which a row can write without more blocks."""
         return self.cache.rows[row].length - self._committed(row)
 
     def _rank(self, request: Request) -> Any:
-        """A request's key in the order. Those that were passed over too often come before the others."""
+        """A request's key in the order. Requests which were passed over too often come before the others."""
         if request.passed >= self.options.max_deferrals:
             return 0, 0, request.arrival
         return 1, self.options.order(request, self.cache), request.arrival
@@ -517,7 +519,7 @@ class Scheduler:
     # Counting blocks.
 
     def most(self, group: Group, max_tokens: int) -> int:
-        """The most blocks of a group that a request holds at a time."""
+        """The maximum blocks of a group held by a request at a time."""
         whole = self._blocks(max_tokens - 1)
         if group.window is None:
             return whole
@@ -526,29 +528,29 @@ class Scheduler:
         return min(whole, self._blocks(seen - 1) + 1 + self._blocks(group.sink_tokens))
 
     def _for_samples(self, group: Group, prompt: int, limits: Sequence[int]) -> int:
-        """The most blocks that samples of a prompt add. All sharers of its last block count as copying it."""
+        """The maximum blocks added by samples of a prompt. All sharers of its last block count as if they copy it."""
         shared = prompt // self.cache.block_size if group.window is None else 0
         alone = sum(max(0, self.most(group, max_tokens) - shared) for max_tokens in limits)
         return alone + (bool(limits) and self._is_cut(prompt))
 
     def _needs(self, group: Group, row: int, count: int) -> int:
-        """The blocks that a row needs to write so many tokens, and one more if it may have to copy its last block."""
+        """The blocks which a row needs to write `count` tokens, with another if it may have to copy its last block."""
         seq = self.cache.rows[row]
         length = max(seq.length, len(seq.tokens) + count)
         new = self._blocks(length) - self._blocks(seq.length)
         return new + (length > seq.length and self.cache.may_copy(seq, group))
 
     def _future(self, group: Group, row: int) -> int:
-        """The blocks of the group with full attention that a running row may still take."""
+        """The blocks of the group with full attention which a running row may still take."""
         held = len(self.cache.rows[row].tables[group.number])
         return max(0, self.most(group, self._request(row).max_tokens) - held) + self._copies(group, row)
 
     def _share(self, group: Group, row: int) -> int:
-        """The most blocks of a group with a window that a running row holds at a time, or takes for a copy."""
+        """The maximum blocks of a group with a window which a running row holds at a time, or takes for a copy."""
         return self.most(group, self._request(row).max_tokens) + self._copies(group, row)
 
     def _copies(self, group: Group, row: int) -> int:
-        """The blocks that a row may take for a copy, and, if it leads, one of its samples."""
+        """The blocks which a row may take for a copy, and, if it leads, for a sample's copy."""
         leads = row in self.leads and self._is_cut(self._request(row).prompt)
         return leads + self.cache.may_copy(self.cache.rows[row], group)
 
@@ -557,12 +559,12 @@ class Scheduler:
         return prompt % self.cache.block_size > 0
 
     def _available(self, group: Group) -> int:
-        """The number of blocks that can be taken: empty ones and cached ones."""
+        """The number of blocks to take: empty and cached blocks."""
         counts = group.counts()
         return counts["empty"] + counts["cached"]
 
     def _pinned(self, group: Group) -> int:
-        """The number of blocks that are held, but by no row."""
+        """The number of blocks held, but not by a row."""
         of_rows = {block for row in self.cache.rows for block in row.tables[group.number]}
         return sum(block.refcount > 0 and b not in of_rows and not block.host for b, block in enumerate(group.blocks))
 
@@ -579,7 +581,7 @@ class Scheduler:
 def cached_tokens(
     cache: Oracle, options: Options, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> int:
-    """The number of cached tokens found by prompts that arrive at once, with these outputs after each."""
+    """The number of cached tokens found by prompts which arrive at once, with these outputs after each."""
     limits = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
     scheduler = Scheduler(cache, options, lambda request, at: outputs[request.slot][at - request.prompt], limits)
     answers = scheduler.submit([Ask(prompt, max_tokens) for prompt, max_tokens in zip(prompts, limits, strict=True)])

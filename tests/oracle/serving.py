@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests to the library's scheduler and to the one in plain Python. Both must do the same in every step.
+"""Random requests to the library's scheduler and to the scheduler in plain Python. Both must do the same in every step.
 
 The model's K/V identify their tokens (`bytes_machine.Chain`), and the choices depend on them: a wrong byte gives a
-wrong token. After each step every byte that may be read is compared, and all others are NaN (`bytes_machine.Life`).
+wrong token. After each step every readable byte is compared, and all others are NaN (`bytes_machine.Life`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _cancel, _drain = jax.jit(cancel), jax.jit(drain)
 
 @functools.cache
 def program(options: Options, layers: str = "full") -> Any:
-    """A step with these options, jitted; one for each kind of cache, so that a test can count its compiles."""
+    """A jitted step with these options. There is a program for each kind of cache, so a test can count its compiles."""
     del layers
     step = functools.partial(serve_step, scheduler=options)
     return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
@@ -100,7 +100,7 @@ def oracle_options(options: Options) -> OracleOptions:
 
 
 def make_cache(spec: CacheSpec, num_blocks: int) -> tuple[Cache, int]:
-    """An empty cache with so many blocks, and how many snapshots: few, so that they are evicted by themselves."""
+    """An empty cache with `num_blocks` blocks, and its number of snapshots: few, to have them evicted often."""
     cache = Cache.create(spec, num_blocks=np.int32(num_blocks))
     if not spec.has_recurrent:
         return cache, 0
@@ -165,7 +165,7 @@ class Both:
     # Requests.
 
     def draw(self) -> list[Ask]:
-        """A few requests to submit at once. They often begin alike or are samples of one; some cannot be accepted."""
+        """A few requests to submit together. They often begin alike or are samples. Some cannot be accepted."""
         batch: list[Ask] = []
         for number in range(AT_ONCE):
             tokens, lead = self.prompt(), -1
@@ -179,7 +179,7 @@ class Both:
         return batch
 
     def submit(self, *asks: Ask) -> list[Request | None]:
-        """Submits requests at once, up to AT_ONCE; returns the oracle's, None for one that is refused."""
+        """Submits requests at once, up to AT_ONCE. Returns the oracle's requests, with None for a refusal."""
         batch = [*asks, *[Ask([], 0)] * (AT_ONCE - len(asks))]
         wanted = self.oracle.submit(batch)
         line = drive.padded([token for ask in batch for token in ask.tokens], LINE)
@@ -204,14 +204,14 @@ class Both:
         return [self.oracle.requests[slot] if s == Status.OK else None for s, slot, _ in wanted[: len(asks)]]
 
     def prompt(self) -> list[int]:
-        """Tokens that mostly begin like a document, and mostly do not fill a row."""
+        """Tokens which mostly begin like a document, and mostly do not fill a row."""
         length = int(self.rng.integers(0 if self.rng.random() < 0.1 else 1, COLUMNS * SIZE - 3))
         shared = int(self.rng.integers(length + 1)) if self.rng.random() < 0.7 else length
         document = self.documents[self.rng.integers(3)]
         return [*document[:shared], *self.rng.integers(0, VOCAB, length - shared).tolist()]
 
     def cancel(self, request: Request, generation: int | None = None) -> bool:
-        """Cancels a request, or that of another generation in its slot; False if it is too late."""
+        """Cancels a request, or a request of another generation in its slot. Returns False if it is too late."""
         slot, generation = request.slot, request.generation if generation is None else generation
         wanted = self.oracle.cancel(slot, generation)
         self.serving, status = _cancel(self.serving, np.array([slot], np.int32), np.array([generation], np.int32))
@@ -235,7 +235,7 @@ class Both:
         self.agree()
 
     def step(self) -> Report:
-        """Runs a step of both; returns the report."""
+        """Runs a step of both. Returns the report."""
         log = init_log(LOG, SIZE)
         self.serving, log, served = program(self.options, self.layers)(self.model, self.serving, log)
         wanted, served = self.oracle.step(LOG - worst_step(self.spec, self.options)), jax.device_get(served)
@@ -260,7 +260,7 @@ class Both:
         return wanted
 
     def agree(self) -> None:
-        """Asserts that both are in the same state, and that it is sound."""
+        """Asserts a sound state, the same in both."""
         serving = jax.device_get(self.serving)
         state, requests, oracle = serving.cache.state, serving.requests, self.oracle
         assert state.seqs.length.tolist() == [row.length for row in oracle.cache.rows]
@@ -287,7 +287,7 @@ class Both:
         self.verify_bytes()
 
     def verify_bytes(self) -> None:
-        """Asserts that the events give the index, and each byte that may be read is right; makes all others NaN."""
+        """Asserts the index by the events, and right bytes wherever a row may read. Makes all other bytes NaN."""
         life, life.cache, life.rows = self.life, self.serving.cache, {}
         for seq, (row, request) in enumerate(zip(self.oracle.cache.rows, self.oracle.rows, strict=True)):
             if row.length:

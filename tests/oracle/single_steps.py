@@ -30,11 +30,12 @@ def decode(
     spec = cache.state.spec
 
     def going(carry):
-        number, _, rows, log, decoded = carry
-        return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & (log.num_free >= most_events(spec))
+        step_index, _, rows, log, decoded = carry
+        has_room = log.num_free >= most_events(spec)
+        return (step_index < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & has_room
 
     def one(carry):
-        number, cache, rows, log, decoded = carry
+        step_index, cache, rows, log, decoded = carry
         cache, extended = cache.extend(rows.active, now=now)
         active = rows.active & extended.ok
         cache, logits, committed = step(model, cache, rows.token[:, None], active.astype(jnp.int32), now=now)
@@ -44,17 +45,23 @@ def decode(
         counted = {} if sampling is None else {"stop": stop, "generated": positions - rows.prompt}
         token, logprob, *_ = sample(logits, sampling, rows.seed, positions, **counted)
         decoded = Decoded(
-            decoded.tokens.at[:, number].set(jnp.where(active, token, -1)),
-            decoded.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
+            decoded.tokens.at[:, step_index].set(jnp.where(active, token, -1)),
+            decoded.logprobs.at[:, step_index].set(jnp.where(active, logprob, 0.0)),
             ~extended.ok,
         )
-        left = rows.remaining - active.astype(jnp.int32)
+        remaining = rows.remaining - active.astype(jnp.int32)
         stopped = jnp.any(token[:, None] == stop[None], axis=1)
-        goes_on = ~stopped & (left > 0) & (cache.state.seqs.length < spec.max_length)
+        goes_on = ~stopped & (remaining > 0) & (cache.state.seqs.length < spec.max_length)
         rows = rows.replace(
-            token=jnp.where(active, token, rows.token), remaining=left, active=rows.active & (~active | goes_on)
+            token=jnp.where(active, token, rows.token), remaining=remaining, active=rows.active & (~active | goes_on)
         )
-        return number + extended.ok.astype(jnp.int32), cache, rows, append(append(log, extended), committed), decoded
+        return (
+            step_index + extended.ok.astype(jnp.int32),
+            cache,
+            rows,
+            append(append(log, extended), committed),
+            decoded,
+        )
 
     shape = (spec.max_seqs, steps)
     decoded = Decoded(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.bool_(False))

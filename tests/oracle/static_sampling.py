@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling as it was before each row could have its own: one program for each kind, chosen while tracing."""
+"""Sampling with the same settings for all rows: a program for each kind, chosen while tracing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class Static(NamedTuple):
-    """One sampling for all rows, of Python numbers."""
+    """The sampling of all rows, in Python numbers."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -30,7 +30,7 @@ def sample(logits: jax.Array, sampling: Static, seeds: jax.Array, positions: jax
 
 
 def restrict(logits: jax.Array, sampling: Static) -> jax.Array:
-    """f32[R, V]: logits, with -inf for the tokens that top-k and then top-p leave out."""
+    """f32[R, V]: logits, with -inf for the tokens left out by top-k and then top-p."""
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

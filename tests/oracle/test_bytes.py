@@ -11,6 +11,7 @@ import pytest
 import kvjax
 import kvjax.stores
 from kvjax import Cache
+from kvjax.blocks import holes
 from kvjax.pools import recurrent, stage
 from tests.oracle import bytes_machine, draws
 from tests.oracle.bytes_machine import CONFIGS, SIZE, carry_out, live
@@ -136,7 +137,7 @@ def assert_noticed(config, history, mistake, noticed, monkeypatch):
     functions = {
         "decode": bytes_machine.block_of_steps, "adopt": kvjax.stores.adopt,
         "finish_adoption": kvjax.stores.finish_adoption, "scatter": bytes_machine.scatter,
-        **{f"Cache.{name}": getattr(Cache, name) for name in ("adopt", "step", "truncate")},
+        **{f"Cache.{name}": getattr(Cache, name) for name in ("adopt", "step", "truncate", "release", "thin")},
     }  # fmt: skip
     for name, function in functions.items():
         program = jax.jit(lambda *args, function=function, **options: function(*args, **options))
@@ -272,6 +273,57 @@ def test_mistakes_with_snapshots_are_noticed(mistake, noticed, monkeypatch):
     assert_noticed(config, history, mistake, noticed, monkeypatch)
 
 
+def shameless(monkeypatch):
+    """A `commit` that publishes what rows write after a hole."""
+    monkeypatch.setattr(holes, "without_thinned", lambda seqs, filled: filled)
+
+
+def tempted(monkeypatch):
+    """A `release` that stores the tail of a row with a hole."""
+    monkeypatch.setattr(holes, "unless_thinned", lambda row, where: where)
+
+
+def careless(monkeypatch):
+    """A `thin` that leaves blocks in the index when nobody holds their prefix."""
+    monkeypatch.setattr(holes, "stranded", lambda state, freed: freed & False)
+
+
+def thinned(*seqs):
+    return call("thin", seqs=[*seqs, -1], columns=[[False, True, False, False]] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "length", "counts", "noticed"),
+    [
+        (None, 10, (4, 3), ("thin", "left to others by thin", "freed by thin")),
+        (careless, 14, (1, 1), "5, .*broken: .*a held block has a held parent"),
+        (shameless, 10, (4, 3), "6, .*row 1 shares pool rows"),
+        (tempted, 10, (1, 0), "7, .*is read by .*block"),
+    ],
+)
+def test_kv_after_a_hole_that_others_could_find_are_noticed(mistake, length, counts, noticed, monkeypatch):
+    """A row and its fork let go of a block, and go on: what they write then is of another function than their text."""
+    admitted, committed, _ = served(([0, 1, 2] * 5)[:length])
+    history = [
+        admitted | {"wide": False},
+        committed,
+        call("fork", src=0, dst=1),
+        thinned(0),
+        thinned(1),
+        call("decode", k=4, active=[True] * 3, num_tokens=[*counts, 0], tokens=ROWS, wide=False),
+        call("release", seqs=[0, 1]),
+    ]
+    assert_noticed(CONFIGS["fast thinning"], history, mistake, noticed, monkeypatch)
+
+
+@pytest.mark.long
+def test_bytes_of_rows_with_holes():
+    tally = live(CONFIGS["fast thinning"], seed=1, steps=500).tally
+    things = "hit", "merged", "slid", "fork", "truncate", "decode", "freed by thin", "left to others by thin"
+    assert_happened(tally, *things)
+
+
 @pytest.mark.slow
 def test_bytes_with_kernels():
     life = live(CONFIGS["fast kernels"], seed=0, steps=500)
@@ -296,6 +348,11 @@ def test_bytes_of_recurrent_layers():
 @pytest.mark.parametrize("name", ["fast mesh", "fast context"])
 def test_bytes_on_a_mesh(name):
     assert_happened(live(CONFIGS[name], seed=9, steps=500).tally, *HAPPENS, *ON_HOSTS, *ADOPTED)
+
+
+@pytest.mark.slow
+def test_bytes_of_pools_by_token():
+    assert_happened(live(CONFIGS["fast tokens"], seed=9, steps=500).tally, *HAPPENS, *ON_HOSTS, *ADOPTED)
 
 
 @pytest.mark.slow

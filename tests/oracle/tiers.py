@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier of the cache in plain Python: blocks move, one at a time."""
+"""The host tier of the cache in plain Python. It moves blocks in turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Move = tuple[int, int, int]
 
 
 class Tiers:
-    """The verbs of the host tier, and helpers of the other verbs; a part of `cache.Oracle`."""
+    """The verbs of the host tier, and helpers of the other verbs, as a part of `cache.Oracle`."""
 
     groups: list[Group]
     rows: list[Any]
@@ -24,7 +24,7 @@ class Tiers:
     score: Any
 
     def save(self) -> Any:
-        """A copy of the fields that moves change."""
+        """A copy of the fields changed by moves."""
         return copy.deepcopy([(group.blocks, group.index) for group in self.groups]), self.turn, self.moves
 
     def restore(self, saved: Any) -> None:
@@ -101,7 +101,7 @@ class Tiers:
         return self._moved(done)
 
     def swap_out(self, seq: int) -> Result:
-        """Moves the blocks to the host that only this row holds and that no other's blocks follow."""
+        """Moves the blocks to the host which only this row holds and no other row's blocks follow."""
         row = self._row(seq)
         if row is None or row.swapped:
             return Result([Status.BAD_REQUEST])
@@ -185,8 +185,8 @@ class Tiers:
     ) -> tuple[list[Event], list[Move]] | None:
         """Moves victims off the device, to the host or for good, and blocks back from the host.
 
-        A victim that goes to the host may be the host's victim at once, unless it `stays`. Returns events and moves;
-        None if a block that has to leave can't be removed, or does not fit on the host.
+        A victim which goes to the host may be the host's victim at once, unless it `stays`. Returns events and moves,
+        or None if a block which has to leave can't be removed, or does not fit on the host.
         """
         blocks, events = group.blocks, []
         priorities = {b: self._priority_of(group, b) for b in victims}
@@ -243,14 +243,14 @@ class Tiers:
         return events, moves
 
     def _host_space(self, group: Group) -> int:
-        """The blocks that the host has space for. A block may leave it if nothing moves or is held from it on."""
+        """The number of blocks for which the host has space. Blocks may leave it unless they move or are held."""
         used = [b for b, block in enumerate(group.blocks) if block.host and (block.node or block.refcount)]
         fixed = {b for b in used if group.blocks[b].refcount or group.blocks[b].move}
         leaves = [b for b in used if not fixed & {b, *([] if group.number else self._followers([b]))}]
         return group.num_host_blocks - len(used) + len(leaves)
 
     def _find_unevictable(self, group: Group) -> None:
-        """Marks the device blocks that can't leave before one of their descendants."""
+        """Marks the device blocks which can't leave before a descendant."""
         if not group.num_host_blocks:
             return
         for block in group.blocks:
@@ -261,7 +261,7 @@ class Tiers:
                 group.blocks[group.index[above]].unevictable = True
 
     def _mark_unevictable(self, group: Group, node: Node) -> None:
-        """Marks a block that has just come to the device alone, with its descendants on the host, as unevictable."""
+        """Marks a block as unevictable if it has just come to the device alone, with its descendants on the host."""
         if group.number or all(not group.blocks[group.index[n]].host for n in group.index if self._parent(n) == node):
             return
         while node[1]:
@@ -277,7 +277,7 @@ class Tiers:
         return Result([Status.NO_BLOCKS]) if done is None else Result([Status.OK], done[0], moves=done[1])
 
     def _priority_of(self, group: Group, block: int) -> int:
-        """The priority of a block; in a window group, that of its group0_block."""
+        """The priority of a block. A window group takes it from the block's group0_block."""
         node = group.blocks[block].node
         return self.priority(self.groups[0].blocks[self.groups[0].index[node]]) if node else 0
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small mistakes, planted one at a time in a copy of the tree: each has tests that have to notice it.
+"""Small mistakes, planted in turn in a copy of the tree. Tests have to notice each of them.
 
     python -m tests.project.mutations                # all of them; `make test-mutations`
-    python -m tests.project.mutations extend release # those of whose file or text this is a part
+    python -m tests.project.mutations extend release # mistakes with these words in their file or text
 
-A mistake is a change of source text that occurs once. It survives if its tests pass; then a test is missing. After a
-change of the library that moves the text, the mistake is planted anew: `test_mutations.py` says which ones are gone.
+A mistake changes source text which occurs once. It survives if its tests pass, and then a test is missing. If the
+library changes and moves the text, plant the mistake anew: `test_mutations.py` names the lost mistakes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class Mistake(NamedTuple):
     """A mistake.
 
     Attributes:
-      what: what is wrong then.
-      file: of kvjax, or of the tree.
-      old, new: source text, which the file has once, and what stands in its place.
-      tests: the arguments of pytest that notice it.
+      what: the fault, in words.
+      file: a file of kvjax, or of the tree.
+      old: source text, which the file has once.
+      new: the text in its place.
+      tests: the arguments of pytest which notice it.
     """
 
     what: str
@@ -464,7 +465,7 @@ MISTAKES = [
 
 
 def source(mistake: Mistake, root: pathlib.Path = ROOT) -> str:
-    """The text of the file with the mistake in it; a ValueError unless it has the old text once."""
+    """The text of the file with the mistake in it. Raises a ValueError unless it has the old text once."""
     text = (root / mistake.file).read_text()
     if text.count(mistake.old) != 1:
         raise ValueError(f"{mistake.file}: has {mistake.old!r} {text.count(mistake.old)} times, wanted once")
@@ -472,7 +473,7 @@ def source(mistake: Mistake, root: pathlib.Path = ROOT) -> str:
 
 
 def plant(mistake: Mistake) -> tuple[bool, str, float]:
-    """Runs the tests of a mistake in a copy of the tree; whether they noticed it, the last line, and seconds."""
+    """Runs a mistake's tests in a copy of the tree. Returns whether they noticed it, the last line, and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         copy, began = pathlib.Path(folder), time.monotonic()
         for name in COPIED:
@@ -497,7 +498,7 @@ def plant(mistake: Mistake) -> tuple[bool, str, float]:
 
 
 def main(words: list[str]) -> int:
-    """Plants the mistakes that these words choose, and prints a line for each; returns how many survived."""
+    """Plants the mistakes chosen by these words, and prints a line for each. Returns the number of survivors."""
     survived = 0
     for mistake in MISTAKES:
         if words and not any(word in mistake.file or word in mistake.what for word in words):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates of words and names that make code and pages hard to read.
+"""Rates of words and names which make code and pages hard to read.
 
     python -m tests.project.prose PATH...    # the rates of each path, then the places to look at
     python -m tests.project.prose --lower    # lowers the limits in tests/data/prose_limits.json to the present rates
 
-`BARS` has the rate that each tree should reach. A tree that is above a bar has a limit in the file, and
-`test_words.py` fails if its rate passes the limit. Limits only fall.
+`BARS` has the rate which each tree should reach. A tree above a bar has a limit in the file, and `test_words.py` fails
+if its rate passes the limit. Limits only fall.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOMS = (
     "stores",
     "testing",
 )
-CODE = ("kvjax", "kvjax/verbs", *(f"kvjax/{room}" for room in ROOMS), "models", "pallas_kernels")
+CODE = ("kvjax", "kvjax/verbs", *(f"kvjax/{room}" for room in ROOMS), "models", "pallas_kernels", "benchmarks")
 TEXTS = ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # The rates, and the most that each should be. Shares are in percent, counts of words for 1,000 words.
 BARS = {
@@ -75,12 +75,12 @@ GENERATED = {ROOT / "docs/performance/all.md"}  # benchmarks/pages.py writes it 
 
 
 class Place(NamedTuple):
-    """Something that a rate counts.
+    """A place counted by a rate.
 
     Attributes:
       file: path of the file from the checkout on.
       line: number of the line, from 1.
-      rate: the rate that counts it, a key of `BARS` or "you".
+      rate: a key of `BARS`, or "you".
       text: the name, or the line.
     """
 
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 class Counts:
-    """Counts of one tree: for each rate the places found, and the number of names or words that they are divided by."""
+    """Counts of a tree: the places of each rate, and the number of names or words to divide by."""
 
     def __init__(self) -> None:
         self.places: list[Place] = []
@@ -101,7 +101,7 @@ class Counts:
         self.words = 0
 
     def rates(self) -> dict[str, float]:
-        """Every rate of the tree, and the number of `# fmt: skip`; `you` is counted on pages alone."""
+        """Every rate of the tree, and the number of `# fmt: skip`. `you` is counted on pages alone."""
         divisors = {
             "vague names": self.names / 100,
             "packed assignments": self.assignments / 100,
@@ -110,8 +110,8 @@ class Counts:
         }
         divisors |= dict.fromkeys(WORDS, self.words / 1000)
         divisors |= {} if self.names else {"you": self.words / 1000}
-        found = [place.rate for place in self.places]
-        return {rate: found.count(rate) / divisor for rate, divisor in divisors.items() if divisor}
+        counted = [place.rate for place in self.places]
+        return {rate: counted.count(rate) / divisor for rate, divisor in divisors.items() if divisor}
 
     def add_module(self, module: Source) -> None:
         """Counts the names, assignments and docstrings of a module."""
@@ -135,7 +135,7 @@ class Counts:
     def _add_docstring(self, module: Source, statement: ast.Expr) -> None:
         lines = module.text.splitlines()[statement.lineno - 1 : statement.end_lineno]
         in_arguments = False
-        for number, line in enumerate(lines, statement.lineno):
+        for line_number, line in enumerate(lines, statement.lineno):
             if ">>>" in line or line.strip().startswith("..."):
                 continue
             if SECTION.match(line):
@@ -146,25 +146,25 @@ class Counts:
             if in_arguments and (argument := ARGUMENT.match(line)):
                 self.descriptions += 1
                 if VAGUE_BEGINNING.match(line, argument.end()):
-                    self.places.append(Place(module.name, number, "vague descriptions", line.strip()))
+                    self.places.append(Place(module.name, line_number, "vague descriptions", line.strip()))
                 prose = line.replace(";", "", 1)
-            self._add_prose(module.name, number, prose, line)
+            self._add_prose(module.name, line_number, prose, line)
 
     def add_page(self, path: pathlib.Path) -> None:
         """Counts the words of a page: no code, no tables, no tags."""
         name = path.relative_to(ROOT).as_posix()
-        for number, line in prose_lines(path.read_text()):
-            self._add_prose(name, number, line, line)
-            self.places += [Place(name, number, "you", line.strip())] * len(YOU.findall(line))
+        for line_number, line in prose_lines(path.read_text()):
+            self._add_prose(name, line_number, line, line)
+            self.places += [Place(name, line_number, "you", line.strip())] * len(YOU.findall(line))
 
-    def _add_prose(self, file: str, number: int, prose: str, line: str) -> None:
+    def _add_prose(self, file: str, line_number: int, prose: str, line: str) -> None:
         self.words += len(WORD.findall(prose))
         for rate, pattern in WORDS.items():
-            self.places += [Place(file, number, rate, line.strip())] * len(pattern.findall(prose))
+            self.places += [Place(file, line_number, rate, line.strip())] * len(pattern.findall(prose))
 
 
 def prose_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a page that have prose, each with its number; inline code is shortened to X."""
+    """The lines of a page with prose, each with its number. Inline code is shortened to X."""
 
     def blank(match: re.Match[str]) -> str:
         return "\n" * match[0].count("\n")
@@ -173,9 +173,9 @@ def prose_lines(text: str) -> Iterator[tuple[int, str]]:
     text = re.sub(r"^( *)(`{3,}|:{3,}).*?^\1\2$", blank, text, flags=re.M | re.S)
     text = re.sub(r"`[^`]*`", lambda match: "X" + blank(match), text)
     text = re.sub(r"<[^>]+>", blank, text)
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.startswith("|"):
-            yield number, line
+            yield line_number, line
 
 
 def files_of(tree: str) -> list[pathlib.Path]:
@@ -183,9 +183,9 @@ def files_of(tree: str) -> list[pathlib.Path]:
     path = ROOT / tree
     if path.is_file():
         return [path]
-    found = path.glob("*.py") if tree == "kvjax" else path.rglob("*.py")
+    modules = path.glob("*.py") if tree == "kvjax" else path.rglob("*.py")
     pages = path.rglob("*.md") if tree.startswith("docs") else ()
-    return sorted({*found, *pages} - GENERATED)
+    return sorted({*modules, *pages} - GENERATED)
 
 
 def counts_of(tree: str) -> Counts:
@@ -205,7 +205,7 @@ def limits() -> dict[str, dict[str, float]]:
 
 
 def lowered(tree: str, old: dict[str, float] | None) -> dict[str, float]:
-    """The limits of a tree from its present rates, none above an old one; without rates that meet their bars."""
+    """The limits of a tree from its present rates, none above an old limit, without rates which meet their bars."""
     rates = counts_of(tree).rates()
     new = {}
     for rate, bar in (BARS | {"format skips": 0}).items():

@@ -16,9 +16,9 @@ class Source(NamedTuple):
     """A module.
 
     Attributes:
-      path: of its file.
-      name: of its file from the checkout on, such as kvjax/spec.py.
-      text: what the file has.
+      path: path of its file.
+      name: path of its file from the checkout on, for example kvjax/spec.py.
+      text: text of the file.
       nodes: all nodes of its syntax tree, from the module on.
     """
 
@@ -34,7 +34,7 @@ class Source(NamedTuple):
                 yield node.body[0], text
 
     def imports(self) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
-        """The imports anywhere in the file, under TYPE_CHECKING too, each with the module that it names."""
+        """The imports anywhere in the file, under TYPE_CHECKING too, each with the name of its module."""
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)

@@ -19,7 +19,17 @@ from kvjax import Cache, LayerSpec, make_spec
 from kvjax.events.log import init_log
 from kvjax.pools import apply, attend, init_pools, view, write
 from kvjax.pools import host as host_pool
-from kvjax.serving import Rows, Scheduler, decode, decode_log, init_serving, serve, worst_step
+from kvjax.serving import (
+    Rows,
+    Scheduler,
+    decode,
+    decode_log,
+    early_exit,
+    init_serving,
+    ngram,
+    serve,
+    worst_step,
+)
 from pallas_kernels import xla
 from tests.mesh import collectives, mesh_of, sent_shapes
 from tests.serving_kit import DIM, MODEL
@@ -214,14 +224,16 @@ def scanned_verbs(run, kind):
     return Program(jax.jit(run, donate_argnums=0).lower(state), state, 0.1 * size(state))
 
 
-def scheduler_loop():
+def scheduler_loop(drafter=None):
     options = {"num_blocks": 16_384, "max_seqs": 4, "max_length": 64, "block_size": 4, "dtype": "float32"}
     spec, scheduler = make_spec([LayerSpec(1, DIM)] * 2, **options), Scheduler(chunk=6, chunk_rows=2, k=4)
-    serving = jax.eval_shape(lambda: init_serving(Cache.create(spec), [65] * 8))
+    drafters = {None: None, "ngram": ngram(3), "early_exit": early_exit(MODEL)}
+    speculates = drafter is not None
+    serving = jax.eval_shape(lambda: init_serving(Cache.create(spec), [65] * 8, speculates=speculates))
     log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), 4))
     run = jax.jit(functools.partial(serve, scheduler=scheduler, steps=64), donate_argnums=(1, 2))
     pools = serving.cache.pools
-    return Program(run.lower(MODEL, serving, log), pools, 0.05 * size(pools) + size(log))
+    return Program(run.lower(MODEL, serving, log, drafter=drafters[drafter]), pools, 0.05 * size(pools) + size(log))
 
 
 def decode_loop(choice):
@@ -289,7 +301,8 @@ PROGRAMS = [
     *((SLOW, new_state, (verb, "retention")) for verb in ("admit", "commit", "release")),
     *((LONG if (run, kind) == (bookkeeping.steps, "windows") else SLOW, scanned_verbs, (run, kind))
       for run in (bookkeeping.steps, bookkeeping.admissions) for kind in ("plain", "retention", "windows")),
-    (LONG, scheduler_loop, ()), (SLOW, decode_loop, ("greedy",)), (SLOW, decode_loop, ("by row",)),
+    (LONG, scheduler_loop, ()), (LONG, scheduler_loop, ("ngram",)), (SLOW, scheduler_loop, ("early_exit",)),
+    (SLOW, decode_loop, ("greedy",)), (SLOW, decode_loop, ("by row",)),
     *((LONG, divided, ("step", *axes)) for axes in ((4,), (1, 4))),
     *((SLOW, divided, (program, 4)) for program in ("extend", "admit")),
     *((SLOW, divided, (program, 1, 4)) for program in ("chunk", "extend", "admit")),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gRPC service with a cache's contents, in the manner of MAX's KV cache agent.
+"""A gRPC service for a cache's contents, compatible with MAX's KV cache agent.
 
 `agent.proto`, in the same folder, describes the service. gRPC generates `messages` and `services` from it.
 """

@@ -4,8 +4,8 @@
     agent         puts queued changes (`interop/hub.py`) into every stream, as updates, and also fill levels
     subscribers   a thread each: the present state, then the updates in their stream
 
-A new stream, and a copy of the index known to the other streams, are taken under the same lock. So no update is lost or
-sent twice.
+A lock covers the start of a new stream together with the copy of the index that the other streams have reached. So no
+update is lost or sent twice.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ messages, services = grpc.protos_and_services("kvjax/interop/agent/agent.proto")
 MAX_HASHES = 20_000  # in an update: a hash and its parent's take at most 44 bytes, so an update is less than 1 MB
 _TIERS = (messages.MEMORY_TIER_GPU, messages.MEMORY_TIER_CPU)  # by level
 _REQUEST_BYTES = 4096
-_READ_BYTES = 1 << 20  # of a request; gRPC refuses longer requests by itself, without a count
+_READ_BYTES = 1 << 20  # of a request; gRPC refuses longer requests, and nothing counts them
 _SPARE_THREADS = 4  # for answers to refused subscribers
 _GRACE = 5.0  # seconds in which a late subscriber may still read the reason for the end of its stream
 
 
 class UpdateEncoder(EventEncoder[Any]):
-    """Makes updates of events: messages without a number."""
+    """Encodes events as updates, which are messages without a sequence number."""
 
     def differences(self, old: NodeMap, new: NodeMap) -> list[Any]:
-        """Updates from an index to another. For each group, removals come first."""
+        """The updates that turn an index into another. In each group, removals come first."""
         updates = []
         for group_index in sorted(self.groups):
             old_rows, old_keys = self._rows_of(old, group_index)
@@ -104,7 +104,7 @@ class End(enum.Enum):
 
 
 class Stream:
-    """Messages for a subscriber, whose thread takes them. Put messages and end the stream under the agent's lock."""
+    """Messages for a subscriber, taken by its thread. Hold the agent's lock to put messages and to end the stream."""
 
     def __init__(self, groups: tuple[int, ...], max_behind: int, cancel: Callable[[], object]):
         self.groups = groups
@@ -122,7 +122,7 @@ class Stream:
             self._queue.put(message)
 
     def end(self, reason: End) -> None:
-        """Ends the stream, if it has not ended. Only a closed stream still sends its waiting messages."""
+        """Ends the stream, if it has not ended. Waiting messages are sent only if the agent was closed."""
         if self.ended is None:
             self.ended = reason
             self.since = time.monotonic()
@@ -137,22 +137,22 @@ class Stream:
 
 
 class Agent(PublisherThread[UpdateEncoder]):
-    """Serves a cache's contents to subscribers: MAX's, and any reader of `kvjax/interop/agent/agent.proto`.
+    """Serves a cache's contents to MAX's clients, and to any reader of `kvjax/interop/agent/agent.proto`.
 
-    A subscriber gets the present state and then differences: each whole block once, by the 64-bit hash that all wires
-    use (`kvjax.interop.hashing`), of the first group with K/V unless it requests other groups. Without a `key`, anyone
-    who guesses a prompt can tell from its hash whether it is cached. `close`, or the end of a `with`, puts queued
-    events into the streams and ends them.
+    A subscriber gets the present state and then the changes. Each whole block comes once, as the 64-bit hash of all
+    wires (`kvjax.interop.hashing`). The blocks are of the first group with K/V, unless the subscriber requests other
+    groups. Without a `key`, anyone who guesses a prompt can tell from its hash whether it is cached. `close`, or the
+    end of a `with`, puts queued events into the streams and ends them.
 
     Args:
       spec: the spec of the cache, which must be empty; otherwise call `attach`.
       host: the address of this machine to listen at. Other machines can reach "0.0.0.0" and "[::]".
       port: the port to listen at; 0 chooses a free port.
       credentials: from `grpc.ssl_server_credentials`; None disables encryption.
-      names, lora_names, model, key: options of `hashing.Hashing`. Hashes include extra ids as numbers: let them be the
-        same on all replicas.
+      names, lora_names, model, key: options of `hashing.Hashing`. Hashes include extra ids as numbers, so they must be
+        the same on all replicas.
       max_subscribers: the maximum number of subscribers. Further subscribers end with RESOURCE_EXHAUSTED.
-      max_behind: the maximum number of updates queued for a subscriber. A later subscriber ends with
+      max_behind: the maximum number of updates queued for a subscriber. A slower subscriber ends with
         RESOURCE_EXHAUSTED, and may subscribe again.
       queue_bytes: the maximum bytes of events queued for the agent's thread.
       heartbeat: seconds between updates with fill levels of the tiers; None sends them only with the present state.
@@ -217,7 +217,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         self._thread.start()
 
     def set(self, state: CacheState) -> None:
-        """Reads fill levels of the tiers from a state, since no event has them. Call it between transitions."""
+        """Reads fill levels of the tiers from a state, since events do not tell them. Call it between transitions."""
         now = time.monotonic()
         for group_index in self._groups:
             counts = stats(state, group_index)
@@ -261,7 +261,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         return None if self._heartbeat is None else max(0.0, self._due - time.monotonic())
 
     def _idle(self) -> None:
-        """Sends fill levels to each stream. Gives up late subscribers that do not read why their stream ended."""
+        """Sends fill levels to each stream. Drops late subscribers that do not read why their stream ended."""
         with self._lock:
             self._due = time.monotonic() + (self._heartbeat or 0)
             messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mirror of the cache of any engine that publishes vLLM's events, on a thread of its own.
+"""Mirrors the cache of any engine that publishes vLLM's events, on a separate thread.
 
-A message that does not follow the last message is trusted only if the publisher's replay has it. A higher number may
-come from another publisher, a lower number may be a duplicate or come from a new process. A refused message counts as
-missed. Without a replay the reader goes on, and `complete` is False. `Follower` decides all this without sockets and
-clocks.
+A message that does not follow the last message is trusted only if the publisher's replay contains it. A higher number
+may come from another publisher, and a lower number may be a duplicate or come from a new process. A refused message
+counts as missed. If no replay comes, the reader continues, and `complete` is False. `Follower` makes these decisions,
+without sockets and clocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvjax.interop.hashing import salt_text
 from kvjax.interop.readers.vllm import Batch, Cleared, Key, Mirror, Prefix, PrefixMatch, decode
 from kvjax.interop.sockets import END, Curve, attach_socket, open_socket, receive
 
-_FIRST = 0  # number of the first message, in most engines
-_WAITING_BYTES = 64 << 20  # limit of messages that wait for the end of a replay; dropped messages are requested later
-_OVERHEAD = 512  # bytes of a waiting message without its frames, about
+_FIRST = 0  # the number of the first message in most engines
+_WAITING_BYTES = 64 << 20  # limit on messages that wait for the end of a replay; dropped messages are requested later
+_OVERHEAD = 512  # approximate bytes of a waiting message without its frames
 _MAX_QUEUED = 100_000  # messages that wait for the thread
 _MAX_BURST = 256  # messages received before the state is shown
 _POLL = 50  # milliseconds
@@ -30,7 +30,7 @@ _MISSED = 3  # heartbeats until a publisher counts as silent
 
 
 class Subscriber:
-    """Mirrors a publisher: the cached blocks and their media. You look up tokens.
+    """Mirrors the cached blocks of a publisher, with their media, so you can look up tokens.
 
     It requests missed messages if the publisher answers requests. Messages that are truncated, too large or foreign are
     refused and counted, and leave the mirror unchanged. An event that cannot be applied is skipped and counted, but its
@@ -43,14 +43,15 @@ class Subscriber:
       topic: receives only messages of this topic.
       salts: "digest" or "plain", as configured in the publisher; other engines publish plain salts.
       key: the publisher's secret.
-      replay_timeout: seconds to wait for a part of a replay. Afterwards the subscriber goes on without the replay, and
-        requests it again after the same time.
+      replay_timeout: seconds to wait for a part of a replay. Afterwards the subscriber continues without the replay,
+        and requests it again after the same time.
       max_message: the maximum bytes of a frame.
       max_blocks: the maximum number of mirrored blocks.
       max_bytes: the approximate maximum memory of the mirrored blocks.
       curve: keys, with the server's public key.
       heartbeat: seconds between the publisher's heartbeats, which are empty batches while nothing happens. None
-        measures it; then a publisher without heartbeats, such as an engine of vLLM, never counts as silent.
+        measures the interval. A publisher that never sends heartbeats, such as a vLLM engine, then never counts as
+        silent.
 
     Raises:
       OSError: for an endpoint that cannot be bound.
@@ -111,11 +112,11 @@ class Subscriber:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing, according to all messages so far.
+        """Whether the mirror is complete, according to all messages so far.
 
         The cache has been mirrored from its beginning without a gap, and no message was refused and no event skipped. A
-        replay or AllBlocksCleared makes up for missing messages. Blocks counted as `unknown` do not matter, as no
-        message tells their content. The mirror of a silent publisher is not complete.
+        replay or AllBlocksCleared makes up for missing messages. Blocks counted as `unknown` do not matter, because no
+        message has their contents. The mirror of a silent publisher is never complete.
         """
         with self._changed:
             return self._follower.complete and not self.is_silent
@@ -150,7 +151,7 @@ class Subscriber:
 
     @property
     def index(self) -> dict[Prefix, tuple[str, ...]]:
-        """{prefix: media} of every cached block. It holds whole paths, so use it for tests and small caches."""
+        """{prefix: media} of every cached block. It contains whole paths, so use it only for tests and small caches."""
         with self._changed:
             return self._follower.mirror.index
 
@@ -200,7 +201,7 @@ class Subscriber:
         self.close()
 
     def _open_dealer(self) -> None:
-        """Opens a socket for requests. After a failed replay, a new socket keeps the late replay out."""
+        """Opens a socket for requests. After a failed replay, a new socket never receives the late replay."""
         if self._dealer is not None:
             self._dealer.close(linger=0)
         self._dealer = open_socket(self._context, zmq.DEALER, self._curve, self._max_message, _MAX_QUEUED)
@@ -243,7 +244,7 @@ class Subscriber:
             self._num_sent = follower.num_requests
             self._deadline = now + self._timeout
             self._failed = False
-            with contextlib.suppress(zmq.Again):  # no peer: the replay will not come
+            with contextlib.suppress(zmq.Again):  # without a peer the replay will not come
                 self._dealer.send_multipart([b"", follower.replay_from.to_bytes(8, "big")], zmq.NOBLOCK)
 
 
@@ -336,7 +337,7 @@ class Follower:
             self._guess(message)
 
     def _guess(self, message: _Message) -> None:
-        """Takes a message that does not follow the last message, without a replay."""
+        """Takes a message that does not follow the last message, if there is no replay."""
         sequence = message.sequence
         if self.last is not None and sequence > self.last:
             self.counts["gaps"] += 1
@@ -405,7 +406,7 @@ class Follower:
             self.last = sequence
 
     def _end_replay(self) -> None:
-        """Trusts the replay, which proves whether waiting messages come from its publisher."""
+        """Accepts the replay, which shows whether waiting messages come from the same publisher."""
         self.counts["replays"] += 1
         if self._new is not None and self._replayed is not None:
             self.counts["restarts"] += self.last is not None and self._replayed < self.last
@@ -423,12 +424,12 @@ class Follower:
             elif self.last is not None and message.sequence <= self.last:
                 continue
             elif index < num_unproven and (self.last is None or message.sequence > self.last + 1):
-                self.counts["refused"] += 1  # the replay of its publisher would have had it
+                self.counts["refused"] += 1  # its publisher's replay would have contained it
             else:
                 self._follow(message, frames)
 
     def fail_replay(self) -> None:
-        """Goes on without the replay, which did not come in time."""
+        """Continues without the replay, which did not come in time."""
         self.counts["replays_failed"] += 1
         for message in map(self._read, self._stop_waiting()):
             if message is not None:

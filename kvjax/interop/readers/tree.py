@@ -26,13 +26,13 @@ class Node:
     keys: tuple[Any, ...]
     lora: str | None
     salt: str | None
-    where: Any  # the media as bits, or the level and the priority
+    where: Any  # the media as bits, or the level with the priority
 
 
 def paths[K](groups: Mapping[K, Mapping[Hash, Node]]) -> Iterator[tuple[K, list[Node], Hash | None]]:
-    """The group of each block, the blocks up to it, and the hash before them, None if they begin at a root.
+    """Yields the group of each block, the blocks up to it, and the hash before them (None if they begin at a root).
 
-    Windows lose earlier blocks first, so a block of any group may continue a path.
+    Window groups lose earlier blocks first, so the path may continue in any group.
     """
     for key, nodes in groups.items():
         own_first = [nodes, *(group for other_key, group in groups.items() if other_key != key)]
@@ -40,7 +40,7 @@ def paths[K](groups: Mapping[K, Mapping[Hash, Node]]) -> Iterator[tuple[K, list[
             before: Hash | Root = block_hash
             path = []
             seen = set[Hash]()
-            while not isinstance(before, Root) and before not in seen:  # foreign events may make a circle
+            while not isinstance(before, Root) and before not in seen:  # events of other engines may create a cycle
                 node = next((group[before] for group in own_first if before in group), None)
                 if node is None:
                     break

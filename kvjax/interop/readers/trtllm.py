@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-LLM's event JSON, from any engine: lines, decoded with limits on everything, and a mirror of the cache.
+"""Reads TensorRT-LLM's event JSON from any engine: decodes lines, with limits on everything, and mirrors the cache.
 
-Each event is judged by itself, so an event that cannot be applied does not affect others.
+Events are independent, so an event that cannot be applied does not affect others.
 
 Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
 """
@@ -24,8 +24,8 @@ _LONGEST_LINE = 64 << 20
 _LONGEST_TEXT = 4096
 _MAX_BLOCK = 1 << 16
 _MAX_GROUPS = 1 << 10
-_BLOCK_BYTES = 300  # of a mirrored block without tokens and names, about
-_TOKEN_BYTES = 120  # of a mirrored token, about
+_BLOCK_BYTES = 300  # approximate size of a mirrored block without tokens and names
+_TOKEN_BYTES = 120  # approximate size of a mirrored token
 
 _Number = Annotated[int, Meta(ge=0)]
 _Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
@@ -50,7 +50,7 @@ class Tokens(tuple[tuple[int, int], ...]):
 
 
 class Block(Struct, frozen=True):
-    """A cached block. Without tokens, a block stored by an earlier event."""
+    """A cached block. If it has no tokens, an earlier event has stored it."""
 
     block_hash: _Hash
     tokens: Tokens
@@ -192,7 +192,7 @@ class Prefix(NamedTuple):
 
 
 def _bytes_of(block_hash: Hash, node: Node) -> int:
-    """The memory of a mirrored block, about."""
+    """The approximate memory of a mirrored block."""
     names = (block_hash, node.lora, node.salt)
     return _BLOCK_BYTES + _TOKEN_BYTES * len(node.tokens) + sum(map(sys.getsizeof, names))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's wire, from any engine: payloads in every form, decoded with limits, and a mirror of the cache.
+"""Reads vLLM's wire from any engine: decodes payloads of every form, with limits, and mirrors the cache.
 
-Each event is judged by itself, so an event that cannot be applied does not affect others.
+Events are independent, so an event that cannot be applied does not affect others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MAX_GROUPS = 1 << 10
 _MAX_BLOCK = 1 << 16  # tokens
 _MAX_EVENTS = 1 << 20  # of a payload
 _MAX_MEDIA = 32
-_BLOCK_BYTES = 360  # of a mirrored block without its tokens, names and keys, about
+_BLOCK_BYTES = 360  # approximate size of a mirrored block without its tokens, names and keys
 _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})  # vLLM's words
 
 
 class Stored(NamedTuple):
     """Newly cached blocks of a chain.
 
-    `tokens` is empty if the event does not tell the tokens of every block. vLLM's offloading connector sends events
+    `tokens` is empty unless the event has the tokens of every block. vLLM's offloading connector sends events
     without tokens, and groups of Mamba layers send events with fewer hashes than blocks of tokens.
     """
 
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks no longer cached in a medium."""
+    """Blocks that are no longer cached on a medium."""
 
     hashes: Sequence[Hash]
     medium: str
@@ -57,11 +57,11 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """The end of all cached blocks, in every group."""
+    """All groups are empty now."""
 
 
 class Skipped(NamedTuple):
-    """An unreadable event: an unknown kind, or a field unlike vLLM's."""
+    """An unreadable event, of an unknown kind or with a field that vLLM does not have."""
 
     reason: str
 
@@ -209,8 +209,8 @@ def _tokens(token_ids: list[int], num_hashes: int, size: int) -> bytes:
 def _keys(extra_keys: Sequence[Any], lora: str | None, at_root: bool) -> tuple[list[tuple[Key, ...]], str | None]:
     """The extra keys of each block without the adapter's name, and the salt.
 
-    vLLM's keys have no names. A text in the first block, unless it is the adapter's, is taken for the salt. A wrong
-    guess lets fewer prompts find the block, but never prompts of another salt.
+    vLLM's keys have no names. A text in the first block, other than the adapter's name, is taken for the salt. If this
+    guess is wrong, fewer prompts find the block, but prompts of another salt never do.
     """
     block_keys = []
     salt = None
@@ -263,7 +263,7 @@ class _Group:
 
 
 def _bytes_of(block_hash: Hash, node: Node) -> int:
-    """The memory of a mirrored block, about."""
+    """The approximate memory of a mirrored block."""
     num_bytes = _BLOCK_BYTES + len(node.tokens)
     num_bytes += sys.getsizeof(block_hash) + sys.getsizeof(node.lora) + sys.getsizeof(node.salt)
     for key in node.keys:
@@ -275,8 +275,8 @@ def _bytes_of(block_hash: Hash, node: Node) -> int:
 class Mirror:
     """The cached blocks after the events so far.
 
-    Each event is judged by itself. A stored event without tokens adds its medium to known blocks, and `unknown` counts
-    all others. An event is skipped, and counted in `skipped`, if it is unreadable, has blocks of another size, or
+    Events are independent. A stored event without tokens adds its medium to known blocks, and `unknown` counts the
+    other blocks. An event is skipped, and counted in `skipped`, if it is unreadable, has blocks of another size, or
     exceeds a limit.
 
     Args:
@@ -286,8 +286,8 @@ class Mirror:
     Attributes:
       counts: `skipped`, the number of skipped events, and `unknown`, the number of blocks known only from events
         without tokens.
-      complete: whether no event was skipped since the beginning, or since the last clear. Unknown blocks do not count,
-        because no message tells their content.
+      complete: whether no event was skipped since the beginning, or since the last clear. Unknown blocks do not matter,
+        because no message has their contents.
       num_bytes: the approximate memory of the blocks.
 
     Example:
@@ -315,7 +315,7 @@ class Mirror:
         return sum(len(group.nodes) for group in self._groups.values())
 
     def apply(self, batch: Batch) -> None:
-        """Follows a batch."""
+        """Applies a batch of events to the mirror."""
         for event in batch.events:
             if isinstance(event, Cleared):
                 self._groups.clear()
@@ -354,7 +354,8 @@ class Mirror:
     def _blocks_of(self, event: Stored, nodes: dict[Hash, Node]) -> tuple[list[Any], list[tuple[Hash, Node]]]:
         """(hash, node, content) of an event's blocks, and the blocks new to the group or with new contents.
 
-        Contents of a block on the GPU stay: the contents sent by vLLM's offloading connector lack salts and extra keys.
+        A block on the GPU keeps its contents, because the contents sent by vLLM's offloading connector lack salts and
+        extra keys.
         """
         on_gpu = 0 if event.medium == MEDIA[0] else self._media.get(MEDIA[0], 0)
         width = _TOKEN_BYTES * event.size
@@ -437,7 +438,7 @@ class Mirror:
 
     @property
     def index(self) -> dict[Prefix, tuple[str, ...]]:
-        """{prefix: media} of every cached block. It holds whole paths, so use it for tests and small caches."""
+        """{prefix: media} of every cached block. It contains whole paths, so use it only for tests and small caches."""
         index = {}
         nodes = {group_index: group.nodes for group_index, group in self._groups.items()}
         for group_index, path, after in paths(nodes):

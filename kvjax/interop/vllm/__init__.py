@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's wire: `KVEventBatch` in msgpack over ZMQ, written and read.
+"""Writes and reads vLLM's wire: `KVEventBatch` in msgpack over ZMQ.
 
-`python -m kvjax.interop.vllm ENDPOINT` prints the stream of any engine, an event a line.
+`python -m kvjax.interop.vllm ENDPOINT` prints the stream of any engine, a line for each event.
 """
 
 from kvjax.interop.readers.subscriber import Subscriber

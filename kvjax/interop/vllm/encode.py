@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a cache as payloads of vLLM's wire, `KVEventBatch` in three forms.
+"""Encodes events of a cache as payloads of vLLM's wire: `KVEventBatch` in three forms.
 
     payload     array: time f64, events, data-parallel rank
     map         events as maps with "type" (vLLM since 0.24)
     array       events as arrays, the tag first, with the same fields in the same order
     array-0.11  like "array", up to the field `medium`
 
-Events are joined from two kinds of bytes: numpy makes some for many blocks at once, and the ends are made once for each
-group, level and namespace.
+An event consists of a middle, which numpy makes for many blocks at once, and of two ends, made once for each group,
+level and namespace.
 
-Most readers silently drop a message that breaks a rule. The rules:
+Most readers silently drop a message that breaks one of these rules:
 
 - Hashes are ints, and the parent is nil at a root. Parents come before children, and no hash comes twice in an event.
-- Only whole blocks. Consecutive stored blocks of a chain, group, level and namespace are an event, and so are
-  consecutive removals from a group and level.
+- There are only whole blocks. Consecutive stored blocks of the same chain, group, level and namespace form an event,
+  and so do consecutive removals from the same group and level.
 - A change of level is a removal and a store (`interop/encoder.py`).
 - AllBlocksCleared empties every group at its reader. It is sent only when all groups are empty.
 
@@ -52,7 +52,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class Encoder(EventEncoder[bytes]):
-    """Encodes events as payloads, for a transport of your own. `Publisher` has a transport.
+    """Encodes events as payloads for your own transport. `Publisher` includes a transport.
 
     If all layers of a spec have windows, only the windows are published. NVIDIA Dynamo's indexer accepts none of these.
 
@@ -180,7 +180,7 @@ class Encoder(EventEncoder[bytes]):
         columns = rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist()
 
         def chain(start: int, stop: int) -> bytes:
-            """The stored event of a chain."""
+            """Encodes a chain of blocks as a stored event."""
             level, namespace, depth = columns[start]
             space = spaces[namespace]
             num_roots = 0 if depth else stop - start
@@ -254,7 +254,7 @@ class Encoder(EventEncoder[bytes]):
         return self._around("BlockRemoved", 1, {"medium": MEDIA[level], **group})
 
     def _around(self, tag: str, num_before: int, fields: dict[str, Any]) -> tuple[bytes, bytes]:
-        """The bytes of an event up to its hashes, and from `fields` on. `num_before` fields come between."""
+        """The bytes of an event up to its hashes, and from `fields` on. Another `num_before` fields come in between."""
         count = 1 + num_before + len(fields)
         if self._form == "map":
             values = [_pack(name) + _pack(value) for name, value in fields.items()]

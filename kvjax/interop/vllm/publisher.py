@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A publisher of a cache's events over ZMQ, as vLLM does it. It also answers readers who missed messages.
+"""Publishes a cache's events over ZMQ as vLLM does, and answers readers who missed messages.
 
     publisher   sends payloads of queued changes (`interop/hub.py`) over PUB, keeps a history, sends empty batches when
                 idle
@@ -10,9 +10,9 @@ The history has the last messages and the index before them, so a replay has no 
     base        the index before the oldest batch
     batches     (number of the first message, payloads, the encoded changes)
 
-When a batch drops out, its changes are written into the base. A replay that is too old begins with the base, not with
-the present index: readers such as vLLM's example end a replay at the message before their first, and go on with their
-first message, which must not be in the index already.
+When a batch drops out, its changes are written into the base. If the requested message is gone, the replay begins with
+the base, not with the present index. Readers such as vLLM's example end a replay at the message before the first
+message they received, and continue with that message. So the replayed index must not include it yet.
 
     request     empty, u64be number of the first wanted message
     answer      empty, topic, u64be number, payload: one for each message; vLLM 0.11's form has no topic
@@ -44,7 +44,7 @@ _MAX_QUEUED = 1000  # messages queued for a slow subscriber, which requests the 
 _SUBSCRIPTION_BYTES = 1024  # the maximum of a subscription's frame
 _REQUEST_BYTES = 64  # the maximum of a request's frame
 _OVERHEAD = 512  # bytes of a batch without its payloads and arrays, about
-_MAX_BURST = 64  # messages to a peer, and requests, before others have their turn
+_MAX_BURST = 64  # messages to a peer, and requests, before the others' turn
 # Milliseconds until the replayer looks again.
 _BLOCKED = 5
 _IDLE = 100
@@ -53,8 +53,8 @@ _IDLE = 100
 class Publisher(PublisherThread[Encoder]):
     """Publishes the events of a cache. Readers are vLLM's, NVIDIA Dynamo, llm-d, AIBrix and `Subscriber`.
 
-    The first message is a resync: AllBlocksCleared and the index, if any. It makes readers forget the blocks of a
-    former process. The stream holds prompts as plain text. `close`, or the end of a `with`, sends all queued events.
+    The first message is a resync: AllBlocksCleared and the index, if any. Readers then forget the blocks of an earlier
+    process. The stream holds prompts as plain text. `close`, or the end of a `with`, sends all queued events.
 
     Args:
       spec: the spec of the cache, which must be empty; otherwise call `attach`.
@@ -69,9 +69,9 @@ class Publisher(PublisherThread[Encoder]):
         microseconds, so a process that replaces another begins with a higher number.
       queue_bytes: the maximum bytes of events queued for the publisher's thread.
       buffer_batches, buffer_bytes: the maximum number of batches, and of their bytes, buffered for replays.
-      heartbeat: sends an empty batch after this many idle seconds, since the loss of a last message leaves no gap;
-        None disables it.
-      replay_timeout: seconds until a peer that does not read its replay is given up.
+      heartbeat: sends an empty batch after this many idle seconds, because the loss of the last message would otherwise
+        go unnoticed; None disables it.
+      replay_timeout: seconds until a replay is dropped because its peer does not read.
       curve: keys; None disables encryption.
       options: for `Encoder`: names, lora_names, key, salts, extra_name, form, rank, max_message.
 
@@ -188,7 +188,7 @@ class _Sent(NamedTuple):
 
 
 class History:
-    """The last messages, and the index before them. A single thread appends, any thread may ask."""
+    """The last messages, and the index before them. A single thread appends, and any thread may read."""
 
     def __init__(self, spec: CacheSpec, snapshot: Callable[[NodeMap], list[bytes]], max_batches: int, max_bytes: int):
         self._lock = threading.Lock()
@@ -198,7 +198,7 @@ class History:
         self.restart(NodeMap(spec), 0)
 
     def restart(self, nodes: NodeMap, following: int) -> None:
-        """Begins with an index, which the history takes over. The message `following` comes next."""
+        """Begins with an index, which the history takes over. The next message has the number `following`."""
         with self._lock:
             self._base = nodes
             self._batches: collections.deque[_Sent] = collections.deque()
@@ -243,12 +243,12 @@ class _Answer:
 
 
 class Replayer:
-    """Answers requests for missed messages at a bound ROUTER, on a thread of its own.
+    """Answers requests for missed messages at a bound ROUTER, on a separate thread.
 
-    At most `IN_FLIGHT` replays run at a time, and a replay a second for each peer. Further requests wait. If too many
-    wait, a request gets only the end. A plain ROUTER silently drops answers to a slow peer. So the socket reports that
-    it would block (ROUTER_MANDATORY), and the answers to this peer wait while others go on. A peer that does not read
-    for `timeout` seconds is given up. `topic` is the frame with the topic, if any.
+    At most `IN_FLIGHT` replays run at a time, and each peer gets a replay a second. Further requests wait. If too many
+    wait, a request gets only the end. A plain ROUTER silently drops answers to a slow peer. With ROUTER_MANDATORY the
+    socket reports that it would block, so answers to this peer wait while others continue. A peer that does not read
+    for `timeout` seconds is dropped. `topic` is the frame with the topic, if any.
     """
 
     def __init__(self, socket: Any, history: History, topic: list[bytes], timeout: float):
@@ -337,7 +337,7 @@ class Replayer:
         return bool(answer.messages)
 
     def _send(self, frames: list[bytes]) -> bool | None:
-        """Sends a message. Returns False if its peer does not read, None if the peer is gone."""
+        """Sends a message. Returns False if the peer does not read, and None if it is gone."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits of a trace in caches of many sizes: by LRU, by any policy, and the maximum for all policies."""
+"""Hits of a trace in caches of many sizes: for LRU, for any policy, and the maximum over all policies."""

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Belady's bound: the maximum of hits for any policy, even with knowledge of the whole trace.
+"""Belady's bound: the maximum number of hits of any policy, even if it knows the whole trace.
 
 Belady evicts the block with the farthest next use, and among equal uses the deepest block. A parent is used no later
 than its children, so the cached blocks stay a forest, and no policy for prefixes finds more.
 
-The answer needs no simulation of a cache. A block that stays cached from a use to the next takes a block of space while
-each request in between runs. So requests are taken in order, and each finds the blocks for which all requests in
-between have left space. Space goes to the nearest next use first, which means evicting the farthest first. Both methods
-find the maximum in every beginning of the trace, so they are equal request by request.
+This needs no simulation of a cache. A block that stays cached between two uses takes a block of space while each
+request in between runs. So requests are processed in order, and each finds the blocks for which all requests in between
+have left space. Space goes to the nearest next use first, which is the same as evicting the farthest next use first.
+Both methods find the maximum for every beginning of the trace, so they agree for each request.
 
 Free space is counted by its age, for each cache. Space free since request q serves all blocks last used at q or later.
 A block takes the youngest space of sufficient age. Ages without space are skipped by path halving, as in union-find. So
-a step costs some gathers and scatters of an element per cache, for any sizes.
+whatever the sizes, a step costs a few gathers and scatters of an element per cache.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from kvjax.research.traces.trace import Trace, runs
 def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = False) -> Hits:
     """The hits of every request under the best possible policy, for the rule "papers".
 
-    For the rules "kvjax" and "full" this is an upper bound, perhaps out of reach: the cache may hold the same blocks,
-    but a reused last block does not hit. All sizes run in a single program, compiled for the number of sizes.
+    For the rules "kvjax" and "full" this is an upper bound that may be out of reach: the cache may hold the same
+    blocks, but a reused last block does not count as a hit. All sizes run in a single program, compiled for the number
+    of sizes.
 
     Args:
       trace: the requests.
       sizes: blocks of each cache, Z of them, in any order.
-      bypass: whether the cache may leave out blocks of a request, during the request and at its end, like a pool apart
-        from the GPU's memory. Otherwise it holds all of them while the request runs, and then caches them.
+      bypass: whether the cache may leave out blocks of a request, both while it runs and at its end, like a pool that
+        is separate from the GPU's memory. Otherwise it holds all of them while the request runs, and then caches them.
 
     Returns:
       The hits, blocks i32[Z, R].
@@ -141,7 +142,7 @@ def _take(
         space = space.at[entry, lane].set(free - taken, unique_indices=True)
         remaining = remaining - taken
         following = older[entry, lane]
-        # Path halving: the next walk through this entry skips an empty entry.
+        # Path halving: the next walk from this entry skips an empty entry.
         skipped = jnp.where(space[following, lane] == 0, older[following, lane], following)
         older = older.at[entry, lane].set(skipped, unique_indices=True)
         return space, older, jnp.where(remaining > 0, skipped, entry), remaining

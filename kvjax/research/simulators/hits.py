@@ -34,7 +34,7 @@ def num_cached(trace: Trace, rule: Rule) -> np.ndarray:
 
 
 def num_hittable(trace: Trace, rule: Rule) -> np.ndarray:
-    """i32[R]; the number of leading blocks of each prompt with a chance to hit."""
+    """i32[R]; the number of leading blocks of each prompt that may hit."""
     return trace.lengths if rule == "papers" else trace.lengths - 1
 
 
@@ -92,16 +92,22 @@ class Hits:
 
     @property
     def rate(self) -> np.ndarray:
-        """f64[Z]; the share of blocks found in the blocks requested."""
+        """f64[Z]; the share of requested blocks that were found."""
         return self.blocks.sum(axis=1) / max(len(self.trace.ids), 1)
 
     @property
-    def token_rate(self) -> np.ndarray:
-        """f64[Z]; the share of tokens found in the tokens requested."""
+    def uncached_tokens(self) -> np.ndarray:
+        """i64[Z, R]; prompt tokens of each request that were not found, so a model computes them."""
         tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
-        return tokens.sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
+        return self.trace.input_length - tokens
+
+    @property
+    def token_rate(self) -> np.ndarray:
+        """f64[Z]; the share of requested tokens that were found."""
+        total = max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
+        return 1 - self.uncached_tokens.sum(axis=1) / total
 
     @property
     def mean_rate(self) -> np.ndarray:
-        """f64[Z]; the mean over requests of their share of blocks found."""
+        """f64[Z]; the share of a request's blocks that were found, averaged over requests."""
         return np.mean(self.blocks / np.maximum(self.trace.lengths, 1), axis=1)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LRU at every size at once: the cache size needed to find each block of a trace.
+"""Computes LRU for all sizes at once, by the cache size needed to find each block of a trace.
 
-Caches of all sizes are the tops of a single stack. The stack has the blocks in the order of their last use, the latest
-first, and a prompt's first block before its others. A cache finds a block if, when the request comes, the block's
-position in the stack is less than the number of blocks in the cache. This number is the cache's size, or one less:
+The caches of all sizes are the top parts of the same stack. The stack has the blocks in the order of their last use,
+the latest first, and a prompt's first block before its others. A cache finds a block if, when the request arrives, the
+block's position in the stack is below the number of blocks in the cache. This number is the cache's size, or one less:
 
 - "papers": always the size.
-- "kvjax": the last block of a prompt is not taken from the cache. It gets space of its own, and then merges with its
-  cached copy, if there is one, which leaves an empty block. If the copy is the last of `size` blocks, it is evicted for
-  the space.
+- "kvjax": the last block of a prompt is not taken from the cache. It gets separate space, and then merges with its
+  cached copy, if there is a copy, which leaves an empty block. If the copy is the last of `size` blocks, it is evicted
+  to make this space.
 - "full": like "kvjax", but a partly filled last block is not cached when its request ends, which also leaves an empty
   block.
 
-The next request always takes the empty block. So the size needed for a block depends only on the block's own position
+The next request always takes the empty block. So the size needed for a block depends only on the position of the block
 and on the position of the previous request's last block. All larger sizes find the block too.
 """
 
@@ -45,7 +45,7 @@ def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "ful
 
     Raises:
       ValueError: for no sizes, an unknown rule, or a size smaller than the longest request. After a refused request the
-        caches would no longer be a single stack. Use `replay` or `simulate` then.
+        caches would no longer be parts of the same stack. Use `replay` or `simulate` for such sizes.
 
     Example:
       >>> from kvjax import research
@@ -58,7 +58,7 @@ def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "ful
     check_rule(rule)
     checked = check_longest(trace, sizes)
     request, needed = _needed(trace, rule)
-    # A block counts at the smallest size that finds it. A size also finds all that the next smaller size finds.
+    # A block counts at the smallest size that finds it. Each size also finds all blocks of the next smaller size.
     order = np.argsort(checked, kind="stable")
     row = np.searchsorted(checked[order], needed)
     is_found = row < len(checked)
@@ -120,9 +120,9 @@ def _emptied(trace: Trace, used: np.ndarray, reused: Runs, top: np.ndarray) -> n
 def _positions(reused: Runs, used: np.ndarray) -> np.ndarray:
     """i32[U]; the position in the stack of the first block of each run. The run's other blocks follow it.
 
-    Above it are the blocks used by the requests in between. Each block counts once, at its first use in between, which
-    is where its run was last used no later than this run. Uses of earlier requests always count too, and are
-    subtracted.
+    Above it are the blocks used by the requests in between. Each of them counts once, at its first use in between. At
+    this use, its run was last used no later than this run. The sum also contains all uses of earlier requests, which
+    are subtracted.
     """
     earlier = np.searchsorted(reused.request, reused.request)
     counted = _weight_below(reused.before + 1, reused.length, earlier, reused.before + 2)
@@ -132,8 +132,9 @@ def _positions(reused: Runs, used: np.ndarray) -> np.ndarray:
 def _weight_below(values: np.ndarray, weights: np.ndarray, prefix: np.ndarray, bound: np.ndarray) -> np.ndarray:
     """i64[U]; for each query, the sum of the weights of values[:prefix] below the bound.
 
-    A wavelet matrix: entries are divided by their values' bits, highest first, and stay in order within each part. A
-    query is a range of entries on every level. Where the bound's bit is 1, entries with a bit of 0 are below it.
+    It is a wavelet matrix: entries are divided by the bits of their values, highest bit first, and stay in order within
+    each part. On every level, a query is a range of entries. If the bound's bit is 1, the entries with a bit of 0 are
+    below the bound.
     """
     low = np.zeros_like(prefix)
     high = prefix

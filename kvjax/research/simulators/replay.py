@@ -34,7 +34,7 @@ from kvjax.verbs.release import release
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Overlap:
-    """Admits and releases in the order of time. The times are fixed in advance: a hit makes no request shorter.
+    """Admits and releases in the order of time. The times are fixed in advance, so a hit does not shorten a request.
 
     Attributes:
       time: f64[2R] ms; the time of each step.
@@ -59,10 +59,10 @@ class Overlap:
 
 
 def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 50) -> Overlap:
-    """The beginnings and ends of requests if none has to wait.
+    """The beginnings and ends of requests, if no request has to wait.
 
-    A request begins when it comes. It ends when its prompt has been computed, at `tokens_per_s`, and its answer made,
-    at `ms_a_token`. From its beginning it holds the blocks of both. At equal times, releases come first.
+    A request begins when it comes. It ends when its prompt has been computed, at `tokens_per_s`, and its answer
+    generated, at `ms_a_token`. From beginning to end it holds the blocks of both. At equal times, releases come first.
 
     Args:
       trace: a trace of R requests.
@@ -114,7 +114,7 @@ def _prompts_held(trace: Trace, order: np.ndarray) -> np.ndarray:
     ids = np.tile(trace.ids, 2)
     change = np.repeat(np.array([1, -1]), len(owner))
     along = np.lexsort((step, ids))
-    # Each id's changes sum to 0, so a single running sum counts the holders of every id.
+    # The changes of each id sum to 0, so a single running sum counts the holders of every id.
     holders = np.cumsum(change[along])
     begins = (holders == 1) & (change[along] == 1)
     ends = holders == 0
@@ -132,16 +132,16 @@ def replay(
     overlap: tuple[float, float] | None = None,
     policy_state: Any = None,
 ) -> Hits:
-    """Serves the requests one after the other: each is admitted, its blocks are committed, and it is released.
+    """Serves the requests in order: admits each, commits its blocks, and releases it.
 
-    With `overlap` they run at the same time, as in `overlapping`, each in its own row. Then a request also holds the
-    blocks of its answer. It is refused if the blocks of its prompt and answer do not fit.
+    With `overlap` requests run at the same time, as in `overlapping`, each in its own row. A request then also holds
+    the blocks of its answer, and is refused if the blocks of its prompt and answer do not fit.
 
     Accepts any policy that works without `retention`. All caches run in a single program, compiled for each policy,
     number of sizes, largest size, longest prompt, and number of requests and blocks. A request costs about the same in
     small and large caches, and its cost grows with the longest prompt.
 
-    To these caches a block is a token, so positions count blocks. So the balance of `cost_aware` is divided by the
+    For these caches a block is a token, so positions count blocks, and the balance of `cost_aware` is divided by the
     trace's block size (`in_blocks`).
 
     Args:
@@ -149,7 +149,7 @@ def replay(
       policy: the eviction policy; defaults to `lru()`.
       sizes: i32[Z]; blocks of each cache.
       overlap: (prompt tokens/s, ms per token of an answer), the speed of requests; None disables overlap.
-      rule: "full" or "kvjax". A cache never takes the last block of a prompt from the cache, so "papers" is invalid.
+      rule: "full" or "kvjax". The verbs never take the last block of a prompt from the cache, so "papers" is invalid.
       policy_state: the policy's initial state (weights, parameters), as for `init`, but with a leading axis Z; defaults
         to the state made by the policy's `init`.
 
@@ -182,7 +182,7 @@ def replay(
 
 
 def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
-    """The same policy for a cache in which a block is a token. It divides `cost_aware`'s balance, a position.
+    """The same policy for a cache in which a block is a token. It divides the balance of `cost_aware`, a position.
 
     Example:
       >>> from kvjax import policies, research
@@ -297,7 +297,7 @@ def _serve_request(
         ok &= extended.ok
         cache, _ = release(cache, jnp.where(ok, -1, row), now=now)  # without an answer the prompt's blocks are useless
     if ends is None:
-        # A partly filled block, which is not committed, becomes empty when the row is released. After a refused request
+        # A partly filled block is not committed, so it becomes empty when the row is released. After a refused request
         # the row is free, so commit and release are refused too.
         cache, _ = release(cache, row, now=now)
         return cache, (num_found, sound)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates a trace in caches of several sizes at once, without the verbs: a block is cached if its id is.
+"""Simulates a trace in caches of several sizes at once, without the verbs. It compares ids instead of tokens.
 
-Arrays of blocks cost nothing unless a policy reads them, because XLA drops arrays without a reader.
-
-Requests follow one another. Each leaves at most an empty block, and the next request takes it first. So a cache has at
-most a single empty block besides its unused blocks.
+Arrays of blocks cost nothing unless a policy reads them, because XLA drops arrays that nothing reads. Requests follow
+one another. Each leaves at most one empty block, and the next request takes it first. So a cache has at most one empty
+block besides its unused blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import partial_eval
 
-from kvjax._arrays import Pytree, add, count, fence, pick, put, rank
+from kvjax._arrays import Pytree, add, count, fence, mix, pick, put, rank
 from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes
 from kvjax.research.simulators.replay import check_sound, in_blocks, request_arrays
 from kvjax.research.traces.trace import Trace
@@ -29,7 +28,7 @@ from kvjax.verbs._request import checked_policy
 from kvjax.verbs.init import init
 
 _FIELDS_OF_A_TRACE = frozenset(
-    ("children", "clock", "depth", "fill", "generation", "hits", "parent", "refcount", "released", "stored")
+    ("children", "clock", "depth", "fill", "generation", "hits", "key", "parent", "refcount", "released", "stored")
 )
 
 
@@ -44,9 +43,9 @@ def simulate(
     """Finds the same blocks as `replay`, request by request, in a fraction of its time: nothing is hashed or compared.
 
     For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens, keys and
-    retention. A policy is refused by name if it reads these. Use `replay` for it. The policy's choices are not all
-    rechecked, as the verbs do: an ineligible choice is an error only if it is noticed. `kvjax.testing.check_policy`
-    proves a policy.
+    retention. A policy that reads any of these is refused with an error that names them. Use `replay` for such a
+    policy. Unlike the verbs, `simulate` does not check all choices of a policy, and raises an error only if it notices
+    an ineligible choice. Verify your policy with `kvjax.testing.check_policy`.
 
     All caches run in a single program, compiled for each policy, rule, number of sizes, largest size, length of the
     longest prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and
@@ -93,19 +92,26 @@ def _arguments(
             f"policy: got {policy}, which reads {', '.join(missing)} of blocks, wanted a policy that reads only "
             f"{', '.join(sorted(_FIELDS_OF_A_TRACE))} (replay takes any policy)"
         )
-    widths = [16]  # 64, 256, ...: the numbers of columns; a request is served in the smallest that it fits
+    widths = [16]  # 64, 256, ...: the numbers of columns; a request uses the smallest that fits
     while widths[-1] < trace.lengths.max(initial=1):
         widths.append(4 * widths[-1])
     width = np.append(np.searchsorted(widths, trace.lengths), -1).astype(np.int32)  # no width after the last request
     requests = request_arrays(trace, rule) | {"width": width}
-    ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # padded, so that no slice is cut off
+    ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # padded, so no slice is cut off
     return spec, policy, rule == "papers", tuple(widths), blocks, states, requests, ids
 
 
 @functools.lru_cache(maxsize=64)
 def missing_fields(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
     """The arrays of `Blocks` read by a policy, for a number of blocks, but missing in a trace."""
-    spec = make_spec(num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True)
+    try:
+        return _missing_fields(policy, num_blocks, retention=False)
+    except ValueError:  # a policy that needs retention
+        return _missing_fields(policy, num_blocks, retention=True)
+
+
+def _missing_fields(policy: EvictionPolicy, num_blocks: int, retention: bool) -> tuple[str, ...]:
+    spec = make_spec(num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=retention)
     group = jax.eval_shape(lambda: init(spec, policy).groups[0])
 
     def use_policy(blocks, policy_state, ids, wanted, now):
@@ -157,7 +163,7 @@ def _serve_all(
 
     def serve_each_width(carry):
         for width_index, width in enumerate(widths):
-            # A loop instead of a branch, at which XLA would copy the caches.
+            # Uses a loop instead of a branch, because XLA would copy the caches at a branch.
             is_of_width = lambda carry, index=width_index: requests["width"][carry[0]] == index  # noqa: E731
             carry = lax.while_loop(is_of_width, functools.partial(step, width), carry)
         return carry
@@ -227,7 +233,7 @@ def _serve(
     stored = new & (column < request.cached) & ~merged
     table = jnp.where(merged, hints, block)
     blocks = cache.blocks.replace(fill=put(cache.blocks.fill, block, stored.astype(jnp.int32), new))
-    blocks = _publish(blocks, table, stored, column)
+    blocks = _publish(blocks, table, request.ids, stored, column)
     cached = fits & (request.cached > column)
     blocks = blocks.replace(
         hits=add(blocks.hits, hints, 1, merged),
@@ -270,12 +276,17 @@ def _take(
     return cache.replace(blocks=blocks, used=used, spare=spare, policy=policy_state, sound=sound), taken, victims
 
 
-def _publish(blocks: Blocks, table: jax.Array, where: jax.Array, column: np.ndarray) -> Blocks:
-    """Makes blocks of a request, table i32[K], findable where bool[K], like `blocks.publish`."""
+def _publish(blocks: Blocks, table: jax.Array, ids: jax.Array, where: jax.Array, column: np.ndarray) -> Blocks:
+    """Makes blocks of a request, table i32[K], findable where bool[K], like `blocks.publish`.
+
+    Their keys are hashes of their ids i32[K].
+    """
     above = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), table[:-1]])
     generations = add(blocks.generation, table, 1, where)
     generation = jnp.where(above >= 0, pick(generations, above), 0)
+    word = ids.astype(jnp.uint32)
     return blocks.replace(
+        key=put(blocks.key, table, jnp.stack([mix(word), mix(~word)], axis=-1), where),
         generation=generations,
         parent=put(blocks.parent, table, jnp.stack([above, generation], axis=-1), where),
         children=add(blocks.children, above, 1, where & (above >= 0)),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace from the events of a cache: blocks stored and removed, in vLLM's or kvjax's events.
+"""Makes a trace from the events of a cache: blocks stored and removed, in vLLM's or kvjax's format.
 
 Such a log has no requests. A run of consecutively stored blocks, with all blocks before it, counts as a request. The
-trace's `notes` describe the missing requests.
+trace's `notes` describe which requests are missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_siz
     vLLM sends msgpack. Convert a payload to a line by `json.dumps(msgspec.msgpack.decode(payload), default=bytes.hex)`,
     in either form. Only events of the first group's blocks on the device are used.
 
-    Prompts without new blocks are missing, as they store nothing. The log does not mark the beginning of an answer: all
+    Prompts without new blocks store nothing, so they are missing. The log does not tell where an answer begins, so all
     blocks count as prompt, and answers have 0 tokens.
 
     Args:
@@ -68,7 +68,7 @@ class _Request:
 
 
 class _Follower:
-    """Joins runs of stored blocks to requests."""
+    """Joins runs of stored blocks into requests."""
 
     def __init__(self, pause_ms: float):
         self.requests: list[_Request] = []  # in the order of their beginning
@@ -94,7 +94,7 @@ class _Follower:
         return block
 
     def store(self, where: str, now: float, parent: int, blocks: Sequence[int]) -> None:
-        """Follows consecutively stored blocks."""
+        """Adds consecutively stored blocks to their request, or to a new request."""
         request = self._ends.pop(parent, None)
         if request is None or now - request.last > self._pause:
             request = _Request(where, now, parent, now)

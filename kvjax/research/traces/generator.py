@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random traces: system prompts whose popularity drifts, sessions of several turns, and one-shot prompts.
+"""Generates random traces of system prompts whose popularity drifts, sessions of several turns, and one-shot prompts.
 
-Also random sessions, for published traces without the contents of prompts.
+Also draws random sessions, for published traces that lack the contents of prompts.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def _begin(
 class Sessions:
     """A model of sessions: a request continues an earlier request's prompt, or begins a session.
 
-    With probability `share` a request continues a session. The session is drawn among the `open` sessions used last, if
-    their prompts are shorter. The request's prompt begins with the full blocks of the session's prompt, and its other
-    blocks are unique. A session ends after `turns` requests. If the source tells the sessions, they are used instead,
-    and nothing is random.
+    With probability `share` a request continues a session, drawn from the `open` most recently used sessions with
+    shorter prompts. The request's prompt begins with the full blocks of the session's prompt, and its other blocks are
+    unique. A session ends after `turns` requests. If the source has sessions, they are used instead, and nothing is
+    random.
 
     The hit rates of such a trace are properties of this model, not measurements.
 

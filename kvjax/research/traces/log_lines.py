@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checked lines of a log of events (`kvjax.interop.log`), and an index of the cached blocks that follows them.
 
-A digest of its whole prefix identifies the content of a block, so memory does not grow with the prefix's length.
+A digest of the whole prefix identifies a block's content, so the memory for a block does not depend on the length of
+its prefix.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class LogFollower:
     def follow(self, event: dict[str, Any], now: float) -> list[tuple[str, LoggedBlock]]:
         """Follows an event. Returns (change, block) for blocks added to or taken from the index.
 
-        "removed" and "cleared" end the life of a block. A "replaced" block lives on in another cache, and the log does
-        not have its end.
+        "removed" and "cleared" end the life of a block. A "replaced" block lives on in another cache, so the log does
+        not show when it ends.
         """
         kind = event["kind"]
         group = event["group"]

@@ -41,8 +41,9 @@ def read_mooncake(path: str | pathlib.Path, *, block_size: int = 512, two_parent
 def read_bailian(path: str | pathlib.Path, *, block_size: int = 16, two_parents: TwoParents = "rename") -> Trace:
     """Reads a trace in Qwen-Bailian's form: JSON lines like Mooncake's, with seconds, chats and types.
 
-    An id is a hash of its block alone, so equal ids after different blocks are different prefixes. A request's session
-    is the first chat on its way of `parent_chat_id`, as far as the file has it. Its class is its `type`.
+    An id is a hash of only its own block, so equal ids after different blocks are different prefixes. A request's
+    session is the first chat in its chain of `parent_chat_id`, as far as the file contains the chain. Its class is its
+    `type`.
 
     Args:
       path: path of the file.
@@ -122,7 +123,7 @@ def read_burst(
         if "Total tokens" in row and records.count(where, row, "Total tokens") != total:
             raise ValueError(f"{where}: Total tokens: got {row['Total tokens']}, wanted {total}")
         columns.kinds.append(f"{row['Model']}, {row['Log Type']}")
-        # A request without a session gets its own: no other request has the same file and line.
+        # A request without a session gets its own session, because no other request has the same file and line.
         source_sessions.append(row.get("Session ID", "").strip() or where)
     has_sessions = source_sessions != columns.where
     return _without_contents(columns, path, block_size, max_blocks, sessions, source_sessions if has_sessions else None)
@@ -201,7 +202,7 @@ FORMATS: dict[str, Callable[..., Trace]] = {
 
 
 def read_trace(path: str | pathlib.Path, format: str | None = None, **options: Any) -> Trace:
-    """Reads a trace in any supported form.
+    """Reads a trace in any supported format.
 
     Args:
       path: path of the file.

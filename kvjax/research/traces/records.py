@@ -23,7 +23,7 @@ def lines(path: str | pathlib.Path) -> Iterator[tuple[str, str]]:
       ValueError: for a file that is not text, and for a pipe or a device.
     """
     line_number = 0
-    with open_regular(path, "rb") as file:  # a text file would read ahead, so its errors could not tell the line
+    with open_regular(path, "rb") as file:  # a text file reads ahead, so its errors could not name the line
         for line in itertools.chain.from_iterable(part.rstrip(b"\r\n").split(b"\r") for part in file):
             line_number += 1
             try:
@@ -59,7 +59,7 @@ def parse_batch(where: str, line: str) -> Any:
 
 
 def check_blocks(requests: Iterable[tuple[str, int]], max_blocks: int) -> None:
-    """Refuses requests of too many blocks before their ids are made, since a short line could make gigabytes of ids.
+    """Refuses requests with too many blocks before their ids are made, since a short line could ask for gigabytes.
 
     Args:
       requests: the file and line of each request, and its number of blocks.

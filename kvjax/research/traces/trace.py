@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace: the requests to a server, and the equal blocks of their prompts."""
+"""A trace: the requests to a server, with ids for the blocks of their prompts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LARGEST = 2**31 - 1
 class Trace:
     """Requests in the order of their arrival.
 
-    Each block has an id. Equal ids are equal prefixes: a block and all blocks before it. So an id always follows the
-    same parent, and the ids form a forest. Ids are numbered from 0 in the order of their first use, so a parent comes
-    before its children. `make_trace` builds and checks a trace.
+    Each block has an id. Equal ids mean equal prefixes: the same block after the same blocks. So an id always follows
+    the same parent, and the ids form a forest. Ids are numbered from 0 in the order of their first use, so a parent
+    comes before its children. `make_trace` builds and checks a trace.
 
     Attributes:
       time: f64[R] ms; the arrival of each request.
@@ -63,17 +63,21 @@ class Trace:
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise ValueError(f"trace[part]: got {part!r}, wanted a slice without a step")
         first, last, _ = part.indices(len(self))
-        last = max(first, last)
-        ids, parent = _forest([self.blocks(request).tolist() for request in range(first, last)])
-        part_of = lambda values: None if values is None else values[first:last]  # noqa: E731
+        return self.select(np.arange(first, max(first, last)))
+
+    def select(self, requests: np.ndarray) -> Trace:
+        """The requests at these indices i[R], in ascending order, as a trace with newly numbered ids."""
+        prompts = [self.blocks(request) for request in requests.tolist()]
+        ids, parent = _forest([prompt.tolist() for prompt in prompts])
+        part_of = lambda values: None if values is None else values[requests]  # noqa: E731
         return dataclasses.replace(
             self,
-            time=self.time[first:last],
-            input_length=self.input_length[first:last],
-            output_length=self.output_length[first:last],
+            time=self.time[requests],
+            input_length=self.input_length[requests],
+            output_length=self.output_length[requests],
             ids=ids,
             parent=parent,
-            starts=self.starts[first : last + 1] - self.starts[first],
+            starts=np.cumsum([0, *map(len, prompts)], dtype=np.int32),
             kind=part_of(self.kind),
             session=part_of(self.session),
         )
@@ -126,9 +130,9 @@ def previous_uses(ids: np.ndarray) -> np.ndarray:
 class Runs(NamedTuple):
     """Runs of blocks that are reused together, in the order of their blocks in the trace.
 
-    All blocks of a prompt share a history: a parent was used whenever a child was. So the blocks of a prompt fall into
-    runs, and each run was last used by the same prompt. Later prompts come first, and a run has the same depth in both
-    prompts. The whole trace of Mooncake has 28,621 runs of 288,500 blocks.
+    Whenever a child was used, its parent was used too. So the blocks of a prompt fall into runs, and the blocks of a
+    run were all last used by the same earlier prompt. In a prompt, runs from later prompts come first. A run has the
+    same depth in both prompts. The whole trace of Mooncake has 28,621 runs of 288,500 blocks.
     """
 
     request: np.ndarray  # i32[U]; the prompt with the run
@@ -171,10 +175,11 @@ def make_trace(
       time: arrival times in ms, finite and in ascending order.
       input_length: tokens of each prompt, at least 1.
       output_length: tokens of each answer, at least 0.
-      hash_ids: the ids of each prompt, an id for each begun block of `block_size` tokens.
+      hash_ids: the ids of each prompt, an id for each block of `block_size` tokens, including a partly filled last
+        block.
       block_size: tokens of a block.
-      two_parents: the treatment of an id after different ids in different prompts, such as a hash of the block's own
-        tokens. "rename" distinguishes prefixes by all their ids, "refuse" raises.
+      two_parents: the treatment of an id that follows different ids in different prompts, such as a hash of only the
+        block's own tokens. "rename" distinguishes prefixes by all their ids, and "refuse" raises an error.
       kind: the name of each request's class; None means no classes.
       session: the session of each request, any value; None means unknown.
       notes: the trace's `notes`.

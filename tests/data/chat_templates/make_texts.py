@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes texts.json: what transformers renders of the templates in this folder; run by hand, never by the tests.
+"""Makes texts.json: texts which transformers renders with the templates of this folder. Run it by hand.
 
     python -m venv ENV && ENV/bin/pip install transformers==5.24.0 jinja2==3.1.6
     ENV/bin/python tests/data/chat_templates/make_texts.py
 
-The templates are small, and have the constructions of the templates that they are named after.
+The templates are small, and have the constructions of the templates after which they are named.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the goldens of the families that `models/config.py` names; run by hand, never by the tests.
+"""Makes the goldens of the families in `models/config.py`. Run it by hand.
 
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 transformers==5.23.0
     ENV/bin/pip install accelerate==1.15.0 compressed-tensors==0.20.1  # for weights of fp8
     ENV/bin/python tests/data/goldens/make_goldens.py [NAME ...]
 
-Each golden is a small random checkpoint that transformers saves, with its outputs on a CPU: float32, eager attention,
-no cache, every prompt alone. Recurrent layers are computed token by token: in chunks transformers loses digits where a
-head forgets at once. Llama, Qwen2 and Qwen3 of transformers cannot rotate a part of a head: they take the rotation of
-its Phi3, which can, and which is the same for whole heads. transformers and compressed-tensors dequantise weights of
+Each golden is a small random checkpoint saved by transformers, with its outputs on a CPU: float32, eager attention, no
+cache, every prompt alone. Recurrent layers are computed token by token: in chunks transformers loses digits where a
+head forgets at once. Llama, Qwen2 and Qwen3 of transformers cannot rotate a part of a head, so they take the rotation
+of Phi3, which can, and which is the same for whole heads. transformers and compressed-tensors dequantise weights of
 fp8. `models/golden.py` describes the arrays.
 """
 
@@ -163,7 +163,7 @@ FP8 = {
 
 
 def main(names: list[str]) -> None:
-    """Makes the goldens of these names, all without one."""
+    """Makes the goldens with these names, or all goldens without a name."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -188,7 +188,7 @@ def main(names: list[str]) -> None:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Gives every parameter random numbers of its kind, also those that start as ones or zeros."""
+    """Gives every parameter random numbers of its kind, even if it starts with ones or zeros."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         leaf = name.split(".")[-1]
         if leaf == "A_log":  # from heads that remember to heads that forget at once
@@ -205,7 +205,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def is_offset(model: torch.nn.Module, name: str) -> bool:
-    """Whether this norm adds one to its weights: those of Qwen3-Next, but for the gated ones."""
+    """Whether this norm adds 1 to its weights, as Qwen3-Next's norms do, except gated norms."""
     return model.config.model_type == "qwen3_next" and ".linear_attn." not in name
 
 
@@ -222,7 +222,7 @@ def save(model: torch.nn.Module, folder: pathlib.Path) -> None:
 
 
 def to_fp8(folder: pathlib.Path, quantisation: dict, scale_name: str, part: tuple[int, int | None]) -> None:
-    """Rewrites the matrices of a folder's layers in fp8; those of MLPs have one scale each unless parts are blocks."""
+    """Rewrites the matrices of a folder's layers in fp8. An MLP's matrix has a single scale unless parts are blocks."""
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
@@ -244,7 +244,7 @@ def to_fp8(folder: pathlib.Path, quantisation: dict, scale_name: str, part: tupl
 
 
 def outputs(model: torch.nn.Module, lengths: tuple[int, ...], steps: int, shared: int, prefix: int) -> dict:
-    """The arrays of golden.npz; prompts from number `shared` on have their first `prefix` tokens in common."""
+    """The arrays of golden.npz. Prompts from index `shared` on have their first `prefix` tokens in common."""
     rng, vocab_size, rows = np.random.default_rng(0), model.config.vocab_size, len(lengths)
     prompts = np.full((rows, max(lengths)), -1, np.int32)
     logits = np.zeros((rows, max(lengths), vocab_size), np.float32)

@@ -14,7 +14,7 @@ from tests.drive import PLAIN, TIERS, Driver
 
 @functools.cache
 def plain() -> Driver:
-    """Rows 0 and 3 fork one prompt, row 1 shares its first block, row 2 is another tenant's; two blocks are cached."""
+    """Rows 0 and 3 fork a prompt, row 1 shares its first block, row 2 is another tenant's. Two blocks are cached."""
     story = Driver(kvjax.init(PLAIN))
     prompt = [11, 12, 13, 14]
     story.start(0, [*prompt, 15, 16])
@@ -29,9 +29,9 @@ def plain() -> Driver:
 
 @functools.cache
 def tiers() -> Driver:
-    """Row 0 is longer than its window; 1 is not yet written; 2 is swapped out, 3 is on its way to the host.
+    """Row 0 is longer than its window, row 1 is not yet written, row 2 is swapped out, row 3 is on its way to the host.
 
-    Two texts are cached: one that begins like row 0, with a part of its own, and one that is on the host.
+    Two texts are cached: a text which begins like row 0, with a part of its own, and a text on the host.
     """
     story = Driver(kvjax.init(TIERS))
     text = list(range(11, 30))
@@ -50,7 +50,7 @@ def tiers() -> Driver:
 
 
 def changed(state, path, change):
-    """The state with one field replaced by `change(numpy copy of it)`. `change` may write into the copy."""
+    """The state with a field replaced by `change(numpy copy of it)`. `change` may write into the copy."""
     name, *rest = path.split(".")
     if isinstance(state, tuple) and not hasattr(state, "_fields"):
         at, rest = (int(name), rest) if name.isdigit() else (0, path.split("."))

@@ -32,7 +32,7 @@ KERNELS = drive.Verbs(interpreted)
 
 
 class Both(dict[str, Any]):
-    """Verbs by name. Those with kernels run both ways, on a state and on variants of it.
+    """Verbs by name. Verbs with kernels run both ways, on a state and on variants of it.
 
     Attributes:
       kernels: the verbs with their kernels.
@@ -52,8 +52,8 @@ class Both(dict[str, Any]):
     def both(self, name: str) -> Any:
         def call(state, *args, **options):
             before = jax.device_get(state)
-            for other in variants(before, self.rng) if name == "extend" else ():
-                self.compare(name, other, *args, **options)
+            for variant in variants(before, self.rng) if name == "extend" else ():
+                self.compare(name, variant, *args, **options)
             return self.compare(name, before, *args, **options)
 
         return call
@@ -85,7 +85,7 @@ class Both(dict[str, Any]):
 
 
 def collided(before: Any, group: Any) -> bool:
-    """Whether a row is left with a full block that is not findable, though its prefix is."""
+    """Whether a row has a full block which is not findable although its prefix is."""
     full = (before.seqs.committed // group.blocks.tokens.shape[1])[:, None] > np.arange(group.table.shape[1])
     return bool(np.any(group.blocks.fill[group.table[full]] == 0))
 
@@ -113,8 +113,8 @@ class History:
 
     Attributes:
       spec: its shapes.
-      most: tokens that a row can ask for, or commit, in one call.
-      verbs: the `Both` that compares.
+      most: maximum tokens which a row can ask for, or commit, in a call.
+      verbs: the `Both` which compares.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class History:
         return self.lengths - np.asarray(self.driver.state.seqs.committed)
 
     def a_row(self, used: bool) -> int:
-        """A row in use, or a free one; any other row if there is none."""
+        """A row in use, or a free row, or any other row if there is none."""
         rows = np.flatnonzero((self.lengths > 0) == used)
         return int(self.rng.choice(rows if rows.size else self.spec.max_seqs))
 
     def text(self, *shape: int) -> np.ndarray:
-        """Tokens that are often equal."""
+        """Tokens, of which many are equal."""
         return self.rng.integers(0, self.rng.choice((1, 1, 2)), shape, dtype=np.int32)
 
     def ids(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -165,8 +165,8 @@ class History:
         if self.driver.admit(seq, tokens, namespace=int(self.rng.choice((0, 0, 0, 1))), **options) == ["OK"]:
             while self.reserved[seq] and self.rng.random() < 0.95:
                 counts = np.where(self.rows == seq, min(self.reserved[seq], self.most), 0).astype(np.int32)
-                left = np.resize(tokens[self.lengths[seq] - self.reserved[seq] :], (len(self.rows), self.most))
-                self.written(self.rows, left, counts)
+                rest = np.resize(tokens[self.lengths[seq] - self.reserved[seq] :], (len(self.rows), self.most))
+                self.written(self.rows, rest, counts)
 
     def written(self, seqs: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         self.driver.ask("commit", tokens, counts, seqs=seqs, **self.ids(tokens))
@@ -179,7 +179,7 @@ class History:
         self.driver.ask("truncate", seq, int(self.rng.integers(1, max(self.lengths[seq], 1) + 1)))
 
     def fork(self) -> None:
-        """Forks into one row or all free ones, at the row's end or before. Each may then write into the same block."""
+        """Forks into a row or all free rows, at the row's end or before. Each may then write into the same block."""
         src = self.a_row(used=True)
         if self.lengths[src] and self.rng.random() < 0.7:
             self.driver.ask("truncate", src, int(self.rng.integers(1, self.lengths[src] + 1)))
@@ -196,14 +196,14 @@ class History:
         if self.rng.random() < 0.3:  # all rows have equal contents
             tokens[:] = tokens[0]
         fault = self.rng.choice(("none",) * 7 + ("too many", "token", "twice", "nowhere"))
-        at = self.rng.integers(len(seqs))
-        counts[at] += fault == "too many"
-        tokens[at, 0] -= 3 * (fault == "token")
-        seqs[at] = {"twice": seqs[0], "nowhere": -1}.get(str(fault), seqs[at])
+        index = self.rng.integers(len(seqs))
+        counts[index] += fault == "too many"
+        tokens[index, 0] -= 3 * (fault == "token")
+        seqs[index] = {"twice": seqs[0], "nowhere": -1}.get(str(fault), seqs[index])
         self.written(seqs, tokens, counts)
 
     def trim(self) -> None:
-        """Trims some rows. Free rows, and those with much reserved or without a token, are refused."""
+        """Trims some rows. Free rows, and rows with much reserved or without a token, are refused."""
         active = self.rng.random(len(self.rows)) < 0.6
         self.driver.ask("trim", active, max_tokens=self.spec.block_size)
 
@@ -215,7 +215,7 @@ class History:
         fault = self.rng.choice(("none",) * 5 + ("full", "negative", "free"))
         if fault != "full":
             counts = np.minimum(counts, np.maximum(reserved, 0)).astype(np.int32)
-        at = self.rng.integers(rows)
-        active[at] = active[at] | (fault == "free")
-        counts[at] -= (self.most + 1) * (fault == "negative")
+        row = self.rng.integers(rows)
+        active[row] = active[row] | (fault == "free")
+        counts[row] -= (self.most + 1) * (fault == "negative")
         self.driver.ask("extend", active, counts, max_tokens=self.most)

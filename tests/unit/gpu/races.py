@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds races in a kernel's jaxpr: accesses to one array, of which one stores, with no barrier between them.
+"""Finds races in a kernel's jaxpr: accesses to the same array, with a store among them, and no barrier between them.
 
 The lanes of a program run in several warps, which only a barrier synchronises. The order of two accesses without a
 barrier between them is not defined, whichever elements they touch. This rule is simple to verify. It does not cover the
@@ -41,13 +41,13 @@ def kernels_of(fn, *args) -> list[Any]:
 
 def barriers_of(kernel) -> list[Any]:
     """The barriers of a kernel."""
-    found: list[Any] = []
-    _Walk(found=found).over(kernel)
-    return found
+    races: list[Any] = []
+    _Walk(found=races).over(kernel)
+    return races
 
 
 def races_of(kernel, without: Any = None) -> list[str]:
-    """The races of a kernel, unchanged or without one of its barriers."""
+    """The races of a kernel, unchanged or without a barrier."""
     walk = _Walk(without=without)
     walk.over(kernel)
     return sorted(walk.races)

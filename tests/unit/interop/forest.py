@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of events that a cache could have, without a cache, and the right contents of each wire's mirror."""
+"""Random histories of possible events, without a cache, and the right contents of each wire's mirror."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def spec_of(shape: str, blocks: int = 10) -> kvjax.CacheSpec:
 
 
 def namespaces() -> kvjax.Namespaces:
-    """Four namespaces: the plain one, a salt, an adapter, and both."""
-    found = kvjax.Namespaces()
-    found(salt="tenant a"), found(lora=3), found(salt="tenant b", lora=3)
-    return found
+    """Four namespaces: a plain namespace, a salt, an adapter, and both."""
+    namespaces_made = kvjax.Namespaces()
+    namespaces_made(salt="tenant a"), namespaces_made(lora=3), namespaces_made(salt="tenant b", lora=3)
+    return namespaces_made
 
 
 class Forest:
-    """Draws events that keep the cache's rules: children are removed first, windows' blocks with the first group's.
+    """Draws events which keep the cache's rules: children are removed first, windows' blocks with the first group's.
 
     Attributes:
       mirror: the cached blocks, by `fold`.
@@ -53,10 +53,10 @@ class Forest:
         self.mirror = Mirror()
         self.generations: dict[tuple[int, int], int] = {}
 
-    def draw(self, number: int) -> list[dict[str, Any]]:
+    def draw(self, count: int) -> list[dict[str, Any]]:
         """The events of so many changes."""
         events: list[dict[str, Any]] = []
-        for _ in range(number):
+        for _ in range(count):
             change = self.rng.choices([self._store, self._remove, self._update, self._clear], [60, 30, 20, 1])[0]
             new = change()
             self.mirror = kvjax.fold(new, self.mirror)
@@ -74,7 +74,7 @@ class Forest:
         return [block for block in range(self.spec.groups[group].num_ids) if block not in used]
 
     def _store(self) -> list[dict[str, Any]]:
-        """Stores a new block under a whole one or at a root, and the same one in some of the windows' groups."""
+        """Stores a new block under a whole block or at a root, and also in some of the windows' groups."""
         events, nodes, rng = [], self.mirror.nodes, self.rng
         parents = [node for node in self._nodes() if len(nodes[node][1]) % SIZE == 0]
         parent = rng.choice([None, *parents])
@@ -99,7 +99,7 @@ class Forest:
         return events
 
     def _remove(self) -> list[dict[str, Any]]:
-        """Removes a window's block; or a block with its descendants, in all groups, children first."""
+        """Removes a window's block, or a block with its descendants, in all groups, children first."""
         nodes = self.mirror.nodes
         if not nodes:
             return []
@@ -129,18 +129,18 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
     total = 2 * len(events) + 3
     records, text = np.zeros((total, len(COLUMNS)), np.int32), np.full((2, total, spec.block_size), 77, np.int32)
     indices = range(len(events)) if log else range(1, total, 2)
-    for at, event in zip(indices, events, strict=False):
+    for index, event in zip(indices, events, strict=False):
         row = {**event, "kind": EventKind[event["kind"].upper()]}
         if event["kind"] == "stored":
             source = (-1, event["namespace"]) if event["parent"] is None else event["parent"]
             row |= {"source": source[0], "source_generation": source[1], "num_tokens": len(event["tokens"])}
             for part, name in enumerate(("tokens", "extra_ids")):
-                text[part, at, : len(event["tokens"])] = event.get(name, 0)
-        records[at] = [row.get(name, 0) for name in COLUMNS]
+                text[part, index, : len(event["tokens"])] = event.get(name, 0)
+        records[index] = [row.get(name, 0) for name in COLUMNS]
     parts = Text(text[0], text[1] if spec.extra_ids else None)
     if log:
         records[len(events) :] = 4
-        return EventLog(records, parts, *(np.int32(number) for number in (len(events), 0, 0)))
+        return EventLog(records, parts, *(np.int32(value) for value in (len(events), 0, 0)))
     zero = np.zeros(1, np.int32)
     return Events(records, parts, zero, zero, zero, zero[0])
 
@@ -148,8 +148,8 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
 def with_foreign(payload: bytes, rng: random.Random) -> bytes:
     """A payload of vLLM's wire with events of others among its own, which leave the index as it is.
 
-    They are those of an offloading connector that copies the stored blocks to a disk and deletes them there, those of
-    groups that skip blocks, and some that nobody can read.
+    The others are an offloading connector, which copies the stored blocks to a disk and deletes them there, and groups
+    which skip blocks. Some events are unreadable.
     """
     time, events, rank = msgspec.msgpack.decode(payload)
     foreign = [
@@ -157,32 +157,32 @@ def with_foreign(payload: bytes, rng: random.Random) -> bytes:
         ["BlockRemoved", [b"unknown"], "CPU", 1], ["BlockMoved", [1]], {"type": "BlockStored"}, None, [["BlockStored"]],
         ["BlockStored", [b"unknown"], None, ["text"] * 4, 4, None], ["BlockStored", [b"unknown"], None, [1] * 3, 0],
     ]  # fmt: skip
-    found = []
+    mixed = []
     for event in events:
-        found += [rng.choice(foreign), event]
+        mixed += [rng.choice(foreign), event]
         fields = event if isinstance(event, dict) else {"type": event[0], "block_hashes": (event[1:] or [[]])[0]}
         group = event.get("group_idx") if isinstance(event, dict) else (*event, *[None] * 9)[9]
         if fields["type"] == "BlockStored" and rng.random() < 0.5:
             hashes = fields["block_hashes"]
-            found.append(["BlockStored", [*hashes, b"unknown"], None, [], 0, None, "DISK", None, None, group])
-            found.append(["BlockRemoved", [*hashes, *hashes], "DISK", group])
-    return msgspec.msgpack.encode([time, found, rank])
+            mixed.append(["BlockStored", [*hashes, b"unknown"], None, [], 0, None, "DISK", None, None, group])
+            mixed.append(["BlockRemoved", [*hashes, *hashes], "DISK", group])
+    return msgspec.msgpack.encode([time, mixed, rank])
 
 
 def projected(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
     loras: dict[int, str] | None = None, extra_name: Any = None, groups: Iterable[int] | None = None,
 ) -> dict[Prefix, tuple[str, ...]]:  # fmt: skip
-    """The part of an index that vLLM's wire carries: {prefix: media}."""
-    found, wired = {}, {}
+    """The part of an index carried by vLLM's wire: {prefix: media}."""
+    carried, wired = {}, {}
     published = set(range(1 if spec.bare else 0, len(spec.groups)) if groups is None else groups)
     nodes = sorted(mirror.nodes.items(), key=lambda item: len(item[1][1]))
     for (group, *_), (namespace, path, level, _) in nodes:
         if group in published and len(path) % spec.block_size == 0 and namespace in names:
             wired[group, namespace, path] = ("GPU", "CPU")[level]
     for (group, namespace, path), medium in wired.items():
-        salt, number = names.describe(namespace)
-        lora = None if number is None else (loras or {}).get(number, str(number))
+        salt, adapter = names.describe(namespace)
+        lora = None if adapter is None else (loras or {}).get(adapter, str(adapter))
         items = list(path) if spec.extra_ids else [(token, 0) for token in path]
         if any(extra for _, extra in items) and extra_name is None:
             continue
@@ -196,27 +196,27 @@ def projected(
             wire, after = None, first_64_bits(digest_of(path[:start], spec.block_size, root, key=key))
         tokens = tuple(token for token, _ in items)[start:]
         extra = tuple(
-            (at - start, extra_name(ids))
-            for at, (_, ids) in enumerate(items)
-            if ids and (at % spec.block_size == 0 or items[at - 1][1] != ids)
+            (index - start, extra_name(ids))
+            for index, (_, ids) in enumerate(items)
+            if ids and (index % spec.block_size == 0 or items[index - 1][1] != ids)
         )
-        found[Prefix(group, lora, wire, tokens, extra, after)] = (medium,)
-    return found
+        carried[Prefix(group, lora, wire, tokens, extra, after)] = (medium,)
+    return carried
 
 
 def written(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
 ) -> dict[trtllm.Prefix, tuple[int, int]]:
-    """The part of an index that TensorRT-LLM's form carries: {prefix: (level, priority)}."""
-    found, size = {}, spec.block_size
+    """The part of an index carried by TensorRT-LLM's form: {prefix: (level, priority)}."""
+    carried, size = {}, spec.block_size
     wired = {
         (group, namespace, path): level_and_priority
         for (group, *_), (namespace, path, *level_and_priority) in mirror.nodes.items()
         if (group or not spec.bare) and namespace in names
     }
     for (group, namespace, path), (level, priority) in wired.items():
-        salt, number = names.describe(namespace)
-        lora, wire, after = None if number is None else str(number), salt, None
+        salt, adapter = names.describe(namespace)
+        lora, wire, after = None if adapter is None else str(adapter), salt, None
         if salt is not None and salts == "omit":
             continue
         if salt is not None and salts == "digest":
@@ -228,20 +228,20 @@ def written(
         tokens = path[start:] if spec.extra_ids else tuple((token, 0) for token in path[start:])
         window = spec.groups[group].window
         window = spec.max_length if window is None else min(window, spec.max_length - 1)
-        found[trtllm.Prefix(window, group, lora, wire, tokens, after)] = level, priority
-    return found
+        carried[trtllm.Prefix(window, group, lora, wire, tokens, after)] = level, priority
+    return carried
 
 
 def digest_of(path: tuple, size: int, root: bytes, *, extra: bool = False, key: bytes = b"") -> bytes:
-    """The hash of a prefix, from that of its root; with `extra` its items are (token, extra id)."""
-    for at in range(0, len(path), size):
-        some = path[at : at + size]
-        root = hashing.block_hash(root, *(map(list, zip(*some, strict=True)) if extra else [some]), key=key)
+    """The hash of a prefix, from its root's. With `extra` its items are (token, extra id)."""
+    for start in range(0, len(path), size):
+        items = path[start : start + size]
+        root = hashing.block_hash(root, *(map(list, zip(*items, strict=True)) if extra else [items]), key=key)
     return root
 
 
 class Lines:
-    """A writer of TensorRT-LLM's lines, and a mirror that reads them."""
+    """A writer of TensorRT-LLM's lines, and a mirror to read them."""
 
     def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b""):
         self.names, self.key, self.mirror = names, key, trtllm.Mirror()
@@ -252,19 +252,19 @@ class Lines:
         self.mirror.follow(self.writer.lines(events))
 
     def agrees(self, mirror: Mirror) -> bool:
-        """Whether the mirror equals the part of an index that the form carries, and is complete."""
+        """Whether the mirror equals the part of an index carried by the form, and is complete."""
         wanted = written(mirror, self.writer.nodes.spec, self.names, key=self.key)
         assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
         return self.mirror.complete and self.mirror.counts["refused"] == 0
 
 
 def _start(wired: dict[Any, Any], namespace: int, path: tuple, size: int, group: int) -> int:
-    """The start of the known part of a path: blocks before it that are in no group's index are unknown."""
-    groups = {number for number, *_ in wired}
+    """The start of the known part of a path. Blocks before it, outside of every group's index, are unknown."""
+    groups = {group_index for group_index, *_ in wired}
     last = len(path) - (len(path) - 1) % size - 1  # the start of the last block, perhaps a partial one
-    for at in range(last, -1, -size):
-        if at and not any((number, namespace, path[:at]) in wired for number in {group, *groups}):
-            return at
+    for end in range(last, -1, -size):
+        if end and not any((group_index, namespace, path[:end]) in wired for group_index in {group, *groups}):
+            return end
     return 0
 
 
@@ -272,13 +272,13 @@ def named(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
     key: bytes = b"", model: str | None = None, loras: dict[int, str] | None = None,
 ) -> dict[tuple[int, str], int]:  # fmt: skip
-    """The part of an index that the agent's wire carries: {(group, cache id): level}, by default of one group."""
-    groups, found = {int(spec.bare)} if groups is None else set(groups), {}
+    """The part of an index carried by the agent's wire: {(group, cache id): level}, by default of a single group."""
+    groups, carried = {int(spec.bare)} if groups is None else set(groups), {}
     for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
         if group in groups and len(path) % spec.block_size == 0 and namespace in names:
-            salt, number = names.describe(namespace)
-            lora = None if number is None else (loras or {}).get(number, str(number))
+            salt, adapter = names.describe(namespace)
+            lora = None if adapter is None else (loras or {}).get(adapter, str(adapter))
             root = hashing.root_hash(model, salt, lora, key=key)
             digest = digest_of(path, spec.block_size, root, extra=spec.extra_ids, key=key)
-            found[group, str(first_64_bits(digest))] = level
-    return found
+            carried[group, str(first_64_bits(digest))] = level
+    return carried

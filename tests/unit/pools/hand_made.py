@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches with tables made by hand, and a step over them: writes through two views, attention, and the same dense.
+"""Caches with tables made by hand, and a step over them: writes through two views, attention, and a dense equivalent.
 
 The numbers x of a step are "past" [parts, 4, 10, K, D], the K/V of the committed tokens of the four rows, of which
-latents have one part; "new" [parts, 4, 4, K, D], those of up to four tokens after them; their queries "q" [4, 4, Q, D];
-"sinks"; and maybe "angles", by which q and the new K are rotated.
+latents have a single part, "new" [parts, 4, 4, K, D], K/V of up to four tokens after them, their queries "q" [4, 4, Q,
+D], "sinks", and maybe "angles", which rotate q and the new K.
 """
 
 import functools
@@ -51,12 +51,12 @@ def no_events(records):
 
 def copied(sources, targets, group=0):
     """Records of copies, with padding and other events between them."""
-    real = record(
+    published = record(
         EventKind.COPIED, jnp.ones(len(sources), bool),
         source=jnp.asarray(sources), block=jnp.asarray(targets), group=group, num_tokens=2,
     )  # fmt: skip
-    other = record(EventKind.REMOVED, jnp.asarray([True, False]), block=jnp.asarray([1, 0]))
-    return joined(other, *(joined(line, other) for line in map(Records, real.records[:, None]))).records
+    removed = record(EventKind.REMOVED, jnp.asarray([True, False]), block=jnp.asarray([1, 0]))
+    return joined(removed, *(joined(line, removed) for line in map(Records, published.records[:, None]))).records
 
 
 def normal(seed, *shape):
@@ -72,7 +72,7 @@ def spec_of(kind, dtype="float32", **options):
 
 
 def inputs(kind):
-    """The numbers of a step. float32 holds products with angles exactly, so that no compiler changes a bit of them."""
+    """The numbers of a step. float32 holds products with angles exactly, so no compiler changes a bit of them."""
     layer, rng = LAYERS[kind], np.random.default_rng(0)
 
     def numbers(most, *shape):
@@ -87,29 +87,29 @@ def inputs(kind):
 
 @functools.cache
 def views(form):
-    """The view of the committed tokens, and that of the tokens after them, for a cache of any layers."""
+    """The view of the committed tokens, and the view of the tokens after them, for a cache of any layers."""
     with jax.ensure_compile_time_eval():
         make = jax.jit(lambda past, now: (view(past, COMMITTED, max(COMMITTED)), FORMS[form][0](now)))
         return [now.replace(spec=None) for now in make(hand_made_state([0] * 4), hand_made_state())]
 
 
 def tokens_of(now):
-    """The tokens of a view in the order of rows: (line, position) in it, and (row, number) among the new ones."""
+    """The tokens of a view in the order of rows: (line, position) in it, and (row, number) among the new tokens."""
     slots = np.asarray(now.slots[0])
     line, position = np.nonzero(slots < SPEC.groups[0].num_blocks * 4)
     row, column = np.array([np.argwhere(np.asarray(TABLE) == slot // 4)[0] for slot in slots[line, position]]).T
-    number = column * 4 + slots[line, position] % 4 - np.asarray(COMMITTED)[row]
-    order = np.lexsort((number, row))
-    return (line[order], position[order]), (row[order], number[order])
+    token_index = column * 4 + slots[line, position] % 4 - np.asarray(COMMITTED)[row]
+    order = np.lexsort((token_index, row))
+    return (line[order], position[order]), (row[order], token_index[order])
 
 
 def on_lines(x, form, padding=jnp.nan):
     """The numbers of a step where its view has the tokens, and `padding` elsewhere."""
     now = views(form)[1]
-    at, of = tokens_of(now)
+    positions, tokens = tokens_of(now)
 
     def scattered(rows):
-        return jnp.full((*now.positions.shape, *rows.shape[2:]), padding).at[at].set(rows[of])
+        return jnp.full((*now.positions.shape, *rows.shape[2:]), padding).at[positions].set(rows[tokens])
 
     lines = {name: jnp.stack([scattered(part) for part in x[name]]) for name in ("new", "angles") if name in x}
     return {**x, **lines, "q": scattered(x["q"])}
@@ -118,25 +118,25 @@ def on_lines(x, form, padding=jnp.nan):
 def paged(lines, pools, form, options=None, layer=2, index=None, implementation=None):
     """The pools after both writes, and attention with its log-sum-exp, in the form of the view."""
     past, now = views(form)
-    more, options = {"index": index, "implementation": implementation}, dict(options or {})
+    attend_options, options = {"index": index, "implementation": implementation}, dict(options or {})
 
     def k_and_v(parts):
         return parts[0], parts[1] if len(parts) > 1 else None
 
-    pools, q = write(pools, layer, *k_and_v(lines["past"]), past, **more), lines["q"]
+    pools, q = write(pools, layer, *k_and_v(lines["past"]), past, **attend_options), lines["q"]
     if "angles" in lines:
-        q, pools = rope_write(pools, layer, q, *k_and_v(lines["new"]), tuple(lines["angles"]), now, **more)
+        q, pools = rope_write(pools, layer, q, *k_and_v(lines["new"]), tuple(lines["angles"]), now, **attend_options)
     else:
-        pools = write(pools, layer, *k_and_v(lines["new"]), now, **more)
+        pools = write(pools, layer, *k_and_v(lines["new"]), now, **attend_options)
     if options.get("sinks"):
         options["sinks"] = lines["sinks"]
-    return pools, attend(q, pools, layer, now, return_lse=True, **options, **more)
+    return pools, attend(q, pools, layer, now, return_lse=True, **options, **attend_options)
 
 
 def in_order(results, form):
     """Arrays in the form of the view, of its tokens alone in the order of rows."""
-    at, _ = tokens_of(views(form)[1])
-    return [x[at] for x in results]
+    positions, _ = tokens_of(views(form)[1])
+    return [x[positions] for x in results]
 
 
 def rotated(x):

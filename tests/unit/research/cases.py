@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces for tests: a cut of the conversation trace, the whole one if its file exists, and small random forests."""
+"""Traces for tests: a cut of the conversation trace, the whole trace if its file exists, and small random forests."""
 
 import functools
 import json
@@ -13,13 +13,13 @@ from kvjax.research import Comparison, make_trace, read_mooncake
 
 
 @functools.cache
-def cut(number=2000):
+def cut(num_requests=2000):
     """The first requests of the conversation trace."""
-    return read_blocks(TRACE, number)
+    return read_blocks(TRACE, num_requests)
 
 
 def whole_path():
-    """The file of the whole conversation trace; skips the test if it does not exist."""
+    """The file of the whole conversation trace. Skips the test if it does not exist."""
     if not WHOLE.exists():
         pytest.skip(f"{WHOLE} is not there (KVJAX_TRACES names its folder)")
     return WHOLE
@@ -31,15 +31,21 @@ def whole():
     return read_mooncake(whole_path())
 
 
-def comparison(parts, sizes, rule="papers", seeds=1, gain=0.25):
-    """A result of `compare_learned` with made-up figures."""
-    shape = (len(parts), len(sizes))
-    rates = {"learned": 0.1 * (1 + gain), "counted": 0.11, "lru": 0.1, "bound": 0.3}
+def comparison(name, gain, shares=(0.02, 0.3)):
+    """A result of `compare` with made-up figures."""
+    found = np.array([0.2, 0.4])
+    rates = {"lru": found, "mine": found + gain, "bound": found + 0.2}
+    tokens = np.array([[10.0, 200.0, 3000.0], [0.0, 100.0, 1500.0]])
     return Comparison(
-        rule, np.array(sizes), tuple(parts), tuple(first for first, _ in parts),
-        {name: np.full(shape, rate) for name, rate in rates.items()},
-        np.full((len(parts), seeds, len(sizes)), gain), np.full(shape, gain - 0.1), np.full(shape, gain + 0.1),
-    )  # fmt: skip
+        name,
+        "full",
+        np.array(shares),
+        np.array([100, 1500]),
+        rates,
+        {"mine": np.full(2, gain - 0.01)},
+        {"mine": np.full(2, gain + 0.01)},
+        {"lru": tokens, "mine": tokens / 2},
+    )
 
 
 def prompts_of(trace):
@@ -47,13 +53,13 @@ def prompts_of(trace):
 
 
 @st.composite
-def forests(draw, most=12, longest=6, block_size=4):
-    """Traces whose prompts begin like an earlier one, and may continue with new blocks.
+def forests(draw, max_requests=12, longest=6, block_size=4):
+    """Traces whose prompts begin like an earlier prompt, and may continue with new blocks.
 
-    Prompts are repeated, many have one block, and a block that is full in one prompt may be partial in another.
+    Prompts are repeated, many have a single block, and a full block of a prompt may be partial in another.
     """
     prompts, next_id = [], 0
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, max_requests))):
         before = draw(st.sampled_from([[], *prompts[-8:]]))
         prompt = before[: draw(st.integers(0, len(before)))]
         new = draw(st.integers(0 if prompt else 1, max(longest - len(prompt), 0)))

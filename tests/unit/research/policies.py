@@ -24,7 +24,7 @@ def often(blocks):
 
 
 def by_classes():
-    """Three classes by depth. In each the newest leave first, so that parents are often passed over."""
+    """Three classes by depth. In each the newest leave first, so parents are often passed over."""
     return by_class(depth_class, newest, classes=3, name="by_classes")
 
 
@@ -48,9 +48,9 @@ POLICIES = {
 
 @st.composite
 def forests(draw):
-    """Traces of equal numbers of requests and blocks, so that all share one program.
+    """Traces with equal numbers of requests and blocks, so all share a program.
 
-    A prompt begins with some or all blocks of an earlier one, and continues with new ones. Its last block is often
+    A prompt begins with some or all blocks of an earlier prompt, and continues with new blocks. Its last block is often
     partial.
     """
     prompts, tokens, ids = [], [], iter(range(sum(LENGTHS)))
@@ -63,7 +63,7 @@ def forests(draw):
 
 
 def small_trace():
-    """Four prompts of one block, then the first and the last of them again, each with another block after it."""
+    """Four prompts of a block, then the first and the last of them again, each with another block after it."""
     prompts = [[0], [1], [2], [3], [0, 4], [3, 5]]
     return make_trace(range(6), [BLOCK * len(prompt) for prompt in prompts], [0] * 6, prompts, BLOCK)
 
@@ -73,7 +73,7 @@ def lru_hits(trace, size, rule):
 
 
 def assert_same(run, trace, policy, score, sizes, rule):
-    """Asserts that every request finds the same blocks in caches of all sizes."""
+    """Asserts the same blocks found by every request in caches of all sizes."""
     hits = run(trace, policy, sizes, rule=rule)
     assert hits.sizes.tolist() == sizes and hits.rule == rule and hits.blocks.dtype == np.int32
     wanted = [oracle.score_hits(trace, size, rule, score) for size in sizes]
@@ -82,7 +82,7 @@ def assert_same(run, trace, policy, score, sizes, rule):
 
 
 def lines_of_size(text, most):
-    """The lines of a compiled program's loops that select or copy an array with a dimension of `most` or more."""
+    """The lines of a compiled program's loops which select or copy an array with a dimension of `most` or more."""
     lines = re.finditer(r"^ *(?:ROOT )?%?\S+ = \(?\w+\[([\d,]*)\]\S* (?:copy|select)\(.*$", text, re.M)
     large = [line[0] for line in lines if any(int(size) >= most for size in line[1].split(",") if size)]
     return [line for line in large if "/while/" in line]

@@ -9,7 +9,6 @@ import pytest
 
 from kvjax import by_score, policies
 from kvjax.research import (
-    Learned,
     __main__,
     belady,
     draw_trace,
@@ -17,12 +16,12 @@ from kvjax.research import (
     lru_curve,
     replay,
     reuse_distances,
+    split_sessions,
     summary,
     write_mooncake,
 )
 from kvjax.research.__main__ import _POLICIES, main
-from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES
-from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
+from kvjax.research.plots import plot_closed, plot_rates, plot_reuse
 from tests.unit.research.cases import comparison, cut
 
 # A policy of a user's own, in one line.
@@ -118,67 +117,59 @@ def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, c
     assert "No bound: the longest request has" in printed and "bound" not in saved["rates"]
 
 
-@pytest.mark.long
-def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_comparison_counts_one_half_of_the_sessions(half, file, tmp_path, capsys, monkeypatch):
     calls = []
 
-    def compare(trace, sizes, **options):
-        calls.append((len(trace), sizes, options))
-        return comparison([(50, 100)], sizes, options["rule"], options["seeds"])
+    def compare(trace, policies, **options):
+        calls.append((trace.ids.tolist(), list(policies), options))
+        return comparison(options["name"], gain=0.05)
 
-    monkeypatch.setattr(__main__, "compare_learned", compare)
-    options = ["--sizes", "240", "400", "--seeds", "2", "--rule", "papers", "--plot", str(tmp_path / "gains.png")]
-    printed, saved = run(file, tmp_path, capsys, "learn", *options, "--save", str(tmp_path / "learned.npz"))
-    chosen = {"lfu": policies.lfu(), "fifo": policies.fifo()}
-    assert calls.pop() == (100, SIZES, {"rule": "papers", "seeds": 2, "policies": chosen, "on": None})
-    wanted = comparison([(50, 100)], SIZES, "papers", 2)
-    assert printed == f"{wanted}\n" and saved == wanted.as_json()
-    assert "  400   +25.0% +15.0% +35.0%     12%     0.1250     0.1100     0.1000     0.3000\n" in printed
-    notes = Learned.load(tmp_path / "learned.npz").notes
-    assert (notes["requests"], notes["rule"], notes["hazard"], notes["block_size"]) == (100, "papers", "mlp", 512)
-    assert (tmp_path / "gains.png").exists()
-    run(file, tmp_path, capsys, "learn", "--policies", "--on", str(file))
-    longest, last = calls[0][1][0], calls[0][2]
-    assert longest == cut(100).lengths.max() and len(last["on"]) == 100 and last["policies"] == {}
-
-
-def test_a_learned_policy_runs_in_a_sweep(file, tmp_path, capsys, monkeypatch):
-    saved = Learned(np.arange(2, 16, 2, dtype=np.int32), np.ones((NUM_CLASSES, NUM_AGES), np.float32), {})
-    saved.save(tmp_path / "learned.npz")
-    chosen = []
-    found = lambda trace, policy, sizes, *, rule: chosen.append(policy) or lru_curve(trace, sizes, rule)  # noqa: E731
-    monkeypatch.setattr(__main__, "simulate", found)
-    run(file, tmp_path, capsys, "sweep", "--policies", str(tmp_path / "learned.npz"), "--sizes", "400")
-    assert chosen == [saved.policy]
+    monkeypatch.setattr(__main__, "compare", compare)
+    picture = tmp_path / "closed.png"
+    figures = tmp_path / "figures.json"
+    options = ["--policies", "lru", "t_lru", "--shares", "0.02", "0.3", *["--final"] * half]
+    main(["compare", str(file), "drawn:0", *options, "--plot", str(picture), "--json", str(figures)])
+    printed = capsys.readouterr().out
+    saved = json.loads(figures.read_text())
+    for (ids, names, given), trace in zip(calls, (cut(100), draw_trace(0)), strict=True):
+        assert ids == split_sessions(trace)[half].ids.tolist() and names == ["t_lru"]
+        assert given["shares"] == [0.02, 0.3] and given["rule"] == "full"
+    name = f"trace, {('first', 'second')[half]} half"
+    assert calls[0][2]["name"] == name and saved[0]["name"] == name
+    assert ("no clean test" in printed) == bool(half) and picture.read_bytes()[:4] == b"\x89PNG"
+    line = "       100  mine            25.00%   +5.00    +4.00 to +6.00     25%            5      100    1,500"
+    assert line in printed.split("\n")
 
 
-def test_gains_are_plotted_for_each_part(tmp_path):
-    figure = plot_gains(comparison([(50, 100), (60, 100)], [400, 240]), tmp_path / "gains.png")
-    for ax, first in zip(figure.axes, (50, 60), strict=True):
-        assert ax.lines[1].get_xdata().tolist() == [240, 400] and ax.lines[1].get_ydata().tolist() == [25, 25]
-        assert f"counted in {first} to 99" in ax.get_title(loc="left")
-    assert (tmp_path / "gains.png").read_bytes()[:4] == b"\x89PNG"
+def test_the_closed_distance_is_drawn_for_each_trace():
+    figure = plot_closed([comparison("a, first half", 0.05), comparison("b, first half", -0.02)])
+    for ax, closed, name in zip(figure.axes, (25, -10), "ab", strict=True):
+        assert [bar.get_height() for bar in ax.patches] == pytest.approx([closed] * 2)
+        assert ax.get_title(loc="left") == name
+    with pytest.raises(ValueError, match="comparisons: got none"):
+        plot_closed([])
 
 
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["sweep", "--policies", "nobody"], f"got 'nobody', wanted {', '.join(_POLICIES)}, FILE.npz saved by learn"),
+        (["sweep", "--policies", "nobody"], f"got 'nobody', wanted {', '.join(_POLICIES)}, or MODULE:NAME"),
         (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
         (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),
         *(
             ([command, "--sizes", size], f"--sizes: got {got}")
-            for command in ("curve", "bound", "sweep", "learn")
+            for command in ("curve", "bound", "sweep")
             for size, got in (
                 ("-5", "[-5], wanted at least one number of blocks"),
                 ("10000000000", "[10000000000], want"),
             )
         ),
-        *(([command, "--sizes", "1"], "--sizes: got 1, wanted at least") for command in ("curve", "bound", "learn")),
+        *(([command, "--sizes", "1"], "--sizes: got 1, wanted at least") for command in ("curve", "bound")),
         (["curve", "--sizes", "5.5"], "argument --sizes: invalid int value: '5.5'"),
-        (["learn", "--seeds", "0"], "seeds: got 0"),
-        (["learn", "--on", "drawn:-1"], "TRACE: got 'drawn:-1', wanted drawn:SEED"),
+        (["compare", "--shares", "0"], "shares: got [0.0], wanted shares of the distinct blocks"),
+        (["compare", "drawn:-1"], "TRACE: got 'drawn:-1', wanted drawn:SEED"),
     ],
 )
 def test_bad_input_is_named(arguments, wanted, file, capsys):
@@ -219,21 +210,9 @@ def test_a_curve_is_plotted_at_every_size(file, tmp_path, capsys, monkeypatch):
     assert lru.rate[[0, -1]].tolist() == saved["rates"]["lru"]
 
 
-@pytest.mark.parametrize("command", [*__main__._COMMANDS])
+@pytest.mark.parametrize("command", [name for name in __main__._COMMANDS if name != "compare"])
 def test_every_command_takes_a_random_trace(command, monkeypatch):
     calls = []
     monkeypatch.setitem(__main__._COMMANDS, command, ("", lambda trace, _: calls.append(trace)))
     main([command, "drawn:3"])
     assert calls[0].ids.tolist() == draw_trace(3).ids.tolist()
-
-
-def test_hits_may_be_counted_in_a_random_trace(file, monkeypatch):
-    calls = []
-
-    def compare(trace, sizes, *, on, **options):
-        calls.append((len(trace), on.notes))
-        return comparison([(0, 1000)], sizes)
-
-    monkeypatch.setattr(__main__, "compare_learned", compare)
-    main(["learn", str(file), "--on", "drawn:0", "--policies"])
-    assert calls == [(100, draw_trace(0).notes)]

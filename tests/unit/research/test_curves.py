@@ -61,7 +61,7 @@ def assert_as_oracle(trace, sizes, name):
 @pytest.mark.long
 @curves
 @settings(max_examples=100)
-@given(trace=forests(most=30))
+@given(trace=forests(max_requests=30))
 def test_every_size_finds_what_its_cache_finds(name, trace):
     # Equal numbers of sizes for each trace, since each number is a program of its own.
     sizes = np.linspace(int(trace.lengths.max()), trace.num_ids + 1, 16).astype(int).tolist()
@@ -73,7 +73,7 @@ def test_every_size_finds_what_its_cache_finds(name, trace):
 @pytest.mark.long
 @bypasses
 @settings(max_examples=100)
-@given(trace=forests(most=6, longest=3))
+@given(trace=forests(max_requests=6, longest=3))
 def test_no_way_to_evict_finds_more(bypass, trace):
     prompts, longest = prompts_of(trace), int(trace.lengths.max())
     sizes = range(longest, longest + 4)

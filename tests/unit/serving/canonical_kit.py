@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and caches of all kinds, random prompts that share prefixes, and the bits of their outputs."""
+"""Models and caches of all kinds, random prompts with shared prefixes, and the bits of their outputs."""
 
 import functools
 
@@ -46,7 +46,7 @@ def make_cache(kind):
 
 
 def run(kind, cache, prompts, seeds, **options):
-    """The bits of each output, and how many prompt tokens were found for each; also the cache."""
+    """The bits of each output, the number of cached prompt tokens of each, and the cache."""
     options = {"scheduler": Scheduler(chunk=CHUNK), "canonical": True, **options}
     outputs, cache, _ = drive.run_batch(
         model_of(kind), cache, prompts, max_new_tokens=NEW, sampling=Sampling(temperature=1.0), seed=seeds,
@@ -58,7 +58,7 @@ def run(kind, cache, prompts, seeds, **options):
 
 
 def make_prompts(kind, rng):
-    """Prompts that share prefixes of all lengths, and the output of one of them followed by something else."""
+    """Prompts with shared prefixes of all lengths, and the output of a prompt followed by something else."""
     base = rng.integers(0, 40, LENGTH)
     prompts = []
     for _ in range(8):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`serve` under `shard_map` over replicas: `python -m tests.unit.serving.served_replicas PORT NUMBER`.
 
-PORT is the coordinator's; NUMBER is this process's, which has one device and the replica on it, of two. Prints a
-line of JSON: what `serve_replicas` returns. `test_several_devices.py` compares it with each replica alone.
+PORT is the coordinator's. NUMBER is this process's, which has a device with one of two replicas. Prints a line of
+JSON: the result of `serve_replicas`. `test_several_devices.py` compares it with each replica alone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PROMPTS = [
 
 @functools.cache
 def programs():
-    """`submit`, and all steps, of one replica."""
+    """`submit`, and all steps, of a replica."""
     from kvjax.serving import Scheduler, serve, submit
 
     scheduler = Scheduler(chunk=8)
@@ -35,7 +35,7 @@ def programs():
 
 
 def submitted(serving, prompts):
-    """Serving with prompts more, padded to one width."""
+    """Serving with further prompts, padded to the same width."""
     lengths, tokens = np.zeros(4, np.int32), np.zeros(32, np.int32)
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
     tokens[: lengths.sum()] = np.concatenate(prompts)
@@ -70,22 +70,22 @@ def outcome(serving, logs):
     }  # fmt: skip
 
 
-def serve_alone(number):
-    """The outcome of a replica that runs by itself."""
+def serve_alone(replica_index):
+    """The outcome of a replica by itself."""
     from tests.serving_kit import MODEL
 
     (serving, log), run, logs = begin(jax.devices()[0]), jax.jit(programs()[1]), []
-    for prompts in PROMPTS[number]:
+    for prompts in PROMPTS[replica_index]:
         serving, filled = run(MODEL, submitted(serving, prompts), log)
         logs.append(filled)
     return outcome(serving, logs)
 
 
 def serve_replicas(devices):
-    """Two replicas under `shard_map`; this process submits to those on its own devices, and reads their shards.
+    """Two replicas under `shard_map`. This process submits to the replicas on its own devices, and reads their shards.
 
     Returns:
-      (by the number of each of these replicas, as text, what it did; the collectives in the program).
+      (the outcomes of these replicas, by their numbers as text, and the collectives in the program).
     """
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -93,11 +93,11 @@ def serve_replicas(devices):
     from tests.serving_kit import MODEL
 
     mesh = Mesh(np.array(devices), ("replicas",), axis_types=(AUTO,))
-    sharding, whole = NamedSharding(mesh, PartitionSpec("replicas")), NamedSharding(mesh, PartitionSpec())
+    sharding, replicated = NamedSharding(mesh, PartitionSpec("replicas")), NamedSharding(mesh, PartitionSpec())
     local = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
 
     def stacked(*replicas):
-        """The trees of this process's replicas as their part of one tree, whose leaves have an axis of replicas."""
+        """The trees of this process's replicas as their part of a tree, whose leaves have an axis of replicas."""
 
         def put(*leaves):
             parts = [jax.device_put(np.asarray(leaf)[None], devices[n]) for n, leaf in zip(local, leaves, strict=True)]
@@ -105,23 +105,23 @@ def serve_replicas(devices):
 
         return jax.tree.map(put, *replicas)
 
-    def own(tree, number):
-        """The tree of one of this process's replicas."""
+    def own(tree, replica_index):
+        """The tree of a replica of this process."""
 
         def shard(leaf):
-            (found,) = (part.data for part in leaf.addressable_shards if part.index[0].start == number)
-            return jax.device_put(np.asarray(found)[0], devices[number])
+            (shard,) = (part.data for part in leaf.addressable_shards if part.index[0].start == replica_index)
+            return jax.device_put(np.asarray(shard)[0], devices[replica_index])
 
         return jax.tree.map(shard, tree)
 
-    def replica(model, *own):
-        serving, log = jax.tree.map(lambda x: x[0], own)
+    def replica(model, *parts):
+        serving, log = jax.tree.map(lambda x: x[0], parts)
         return jax.tree.map(lambda x: x[None], programs()[1](model, serving, log))
 
     data = PartitionSpec("replicas")
     specs = {"in_specs": (PartitionSpec(), data, data), "out_specs": (data, data)}
     program, compiled = jax.jit(jax.shard_map(replica, mesh=mesh, **specs)), None
-    model = jax.device_put(jax.tree.map(np.asarray, MODEL), whole)
+    model = jax.device_put(jax.tree.map(np.asarray, MODEL), replicated)
     begun = [begin(devices[n]) for n in local]
     servings, empty, logs = (
         [serving for serving, _ in begun],
@@ -129,15 +129,15 @@ def serve_replicas(devices):
         {n: [] for n in local},
     )
     for turn in range(2):
-        servings = [submitted(one, PROMPTS[n][turn]) for n, one in zip(local, servings, strict=True)]
+        servings = [submitted(serving, PROMPTS[n][turn]) for n, serving in zip(local, servings, strict=True)]
         arguments = model, stacked(*servings), empty
         compiled = compiled or program.lower(*arguments).compile()
         serving, log = compiled(*arguments)
         servings = [own(serving, n) for n in local]
         for n in local:
             logs[n].append(own(log, n))
-    found = {str(n): outcome(one, logs[n]) for n, one in zip(local, servings, strict=True)}
-    return found, dict(collectives(compiled))
+    outcomes = {str(n): outcome(serving, logs[n]) for n, serving in zip(local, servings, strict=True)}
+    return outcomes, dict(collectives(compiled))
 
 
 def main() -> None:

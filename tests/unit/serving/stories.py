@@ -41,7 +41,7 @@ class Desk:
             **{name: np.full(3, column, np.int32) for name, column in columns.items()},
         )  # fmt: skip
         status, slots, generations = (np.asarray(answer).tolist()[: len(prompts)] for answer in answers)
-        return [Status(one).name for one in status], slots, generations
+        return [Status(code).name for code in status], slots, generations
 
     def step(self, number=1):
         for _ in range(number):
@@ -71,7 +71,7 @@ class Desk:
 
     @property
     def num_pending(self):
-        """The number of tokens of each row's request that the cache has not committed."""
+        """The number of uncommitted tokens of each row's request."""
         num_tokens = np.asarray(self.serving.requests.num_tokens)[self.serving.row]
         return np.where(np.array(self.rows) >= 0, num_tokens - self.serving.cache.state.seqs.committed, 0).tolist()
 

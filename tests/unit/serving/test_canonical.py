@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.serving import Scheduler
+from tests.drafters import RIGHT, WRONG, Guesses
 from tests.serving_kit import state_of
 from tests.unit.serving.canonical_kit import CHUNK, KINDS, NEW, each_kind, make_cache, make_prompts, model_of, run
 
@@ -41,6 +42,18 @@ def test_cold_warm_and_among_others_a_prompt_gives_the_same_bits(kind):
 def test_so_do_many_random_prompts(kind):
     for seed in range(2, 22):
         check(kind, seed)
+
+
+@pytest.mark.long
+def test_with_a_drafter_the_bits_depend_on_no_draft_and_no_other_prompt():
+    """Each pass of a block is wide, whatever the drafts are."""
+    prompts = make_prompts("wide", np.random.default_rng(1))[:5]
+    model = model_of("wide")
+    right, wrong = (Guesses.of(model, model.config.vocab_size, mode) for mode in (RIGHT, WRONG))
+    cold = [run("wide", make_cache("wide"), [prompt], [n], drafter=right)[0][0] for n, prompt in enumerate(prompts)]
+    bits, _, cache = run("wide", make_cache("wide"), prompts, range(5), drafter=wrong)
+    assert bits == cold
+    assert run("wide", cache, prompts[::-1], range(5)[::-1], drafter=right)[0] == cold[::-1]
 
 
 @pytest.mark.slow

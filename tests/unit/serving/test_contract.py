@@ -21,7 +21,7 @@ import pytest
 import kvjax
 from kvjax import Namespaces, Sampling
 from kvjax.events import Listeners, listeners
-from kvjax.serving import Engine, EngineError, GenerationInterrupted, Output, Request, Scheduler, driver
+from kvjax.serving import Engine, EngineError, GenerationInterrupted, Request, Scheduler, driver
 from kvjax.stores import DiskStore
 from tests.serving_kit import (
     BASE,
@@ -35,6 +35,7 @@ from tests.serving_kit import (
     SIZE,
     VOCAB,
     ask,
+    assert_alike,
     assert_scored,
     ctrl_c_acts,
     make_cache,
@@ -56,20 +57,7 @@ def ways(but: str = "") -> Any:
 
 def mark_of(way: str) -> Any:
     """The ways that compile the loop once more: for a second device, or with the rollout around it."""
-    return pytest.mark.long if way in ("Replicas", "rollout") else ()
-
-
-def assert_alike(outputs: list[Output], others: list[Output], *, has_top: bool = True) -> None:
-    """Asserts that outputs say the same, but for what was found in the cache."""
-    for output, other in zip(outputs, others, strict=True):
-        assert (output.tokens, output.finish, output.prompt_tokens) == (
-            other.tokens, other.finish, other.prompt_tokens
-        )  # fmt: skip
-        np.testing.assert_allclose(output.logprobs, other.logprobs, atol=1e-4)
-        if has_top:
-            assert [list(top) for top in output.top_logprobs] == [list(top) for top in other.top_logprobs]
-            for top, same in zip(output.top_logprobs, other.top_logprobs, strict=True):
-                np.testing.assert_allclose(list(top.values()), list(same.values()), atol=1e-4)
+    return pytest.mark.long if way in ("Replicas", "rollout", "drafts") else ()
 
 
 # Requests that are served: as without a cache, and the second time with all of the prompt from the cache.

@@ -15,6 +15,7 @@ from kvjax.serving.preempt import Retired
 from kvjax.serving.prefill import Chunks
 from kvjax.serving.requests import Finish, Stage
 from kvjax.serving.serve import Served
+from kvjax.serving.speculation_stats import DraftStats
 from tests.drive import PLAIN, TIERS
 
 W, R, D, C = Stage.WAITING, Stage.RUNNING, Stage.DONE, Stage.CANCELLED
@@ -163,3 +164,14 @@ def test_a_part_that_does_much_has_several_lines():
         "retire   row 0 released; row 3 released;",
         "         request 5 preempted",
     ]
+
+
+def test_drafts_are_counted_where_there_are_any():
+    found = serving(**MANY, **FULL)
+    numbers = np.zeros(7, np.int32)
+    drafted, accepted = numbers.copy(), numbers.copy()
+    drafted[[0, 3]], accepted[[0, 3]] = (12, 1_400), (3, 1_000)
+    stats = DraftStats.start(7).replace(drafted=drafted, accepted=accepted)
+    text = show_requests(found.replace(requests=found.requests.replace(draft_stats=stats)), width=140)
+    assert "7 of 8 tokens: decodes, 3 of 12 drafts accepted" in text
+    assert "1,000 of 1,400 drafts accepted" in text and text.count("drafts accepted") == 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of serving as one interface, with the model and the specs of `serving_kit.py`.
+"""The ways of serving behind the same interface, with the model and the specs of `serving_kit.py`.
 
-Every run goes on with the cache of the run before. Behind each one the cache is sound, no row of it is in use, and all
-events that came so far give its index.
+Every run goes on with the cache of the run before. After each run the cache is sound, no row of it is in use, and all
+events so far give its index.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from kvjax.serving import (
     Request,
     RunOptions,
 )
-from tests.serving_kit import BASE, BLOCKS, MODEL, NEW, NUM_STOP_TOKENS, empty, make_spec, streams_of
+from tests.drafters import Guesses
+from tests.serving_kit import BASE, BLOCKS, MODEL, NEW, NUM_STOP_TOKENS, VOCAB, empty, make_spec, streams_of
 
 
 class Session:
-    """Runs of `run_batch` over one cache, or of another way, or over the caches of replicas.
+    """Runs of `run_batch` over a cache, or of another way, or over the caches of replicas.
 
     Attributes:
-      caches: as the last run has left them.
-      events: of each cache, decoded: all that the listener has got.
-      totals: of these.
-      decoded: events that the last run returned.
-      then: called once, by the listener when it has got events next.
+      caches: the caches after the last run.
+      events: of each cache, all events of the listener, decoded.
+      totals: totals of these events.
+      decoded: events returned by the last run.
+      then: called once, by the listener at its next events.
       away: the listener raises where this is true.
-      has_index: whether the listener has the index behind each run.
-      listener: of all runs.
+      has_index: whether the listener has the index after each run.
+      listener: listener of all runs.
     """
 
     def __init__(self, num_blocks: int = BLOCKS, spec: Any = None):
@@ -84,7 +85,7 @@ class Session:
             assert not self.has_index or kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
     def refuse(self, fields: dict[str, Any], options: dict[str, Any]) -> None:
-        """Runs a request that is to be refused."""
+        """Runs a request which has to be refused."""
         self.serve([Request(**fields)], BASE | options)
 
     def serve(self, requests: list[Request], options: dict[str, Any]) -> list[Output]:
@@ -95,8 +96,15 @@ class Session:
         return outputs
 
 
+class Drafted(Session):
+    """`run_batch` with random drafts: each pass may write several tokens of a row."""
+
+    def serve(self, requests, options):
+        return super().serve(requests, options | {"drafter": Guesses.of(MODEL, VOCAB)})
+
+
 class Generates(Session):
-    """`generate`: a prompt for each sample. Stop tokens are equal, and so is the key; there is no priority."""
+    """`generate`: a prompt for each sample. All have the same stop tokens and key, and no priority."""
 
     def serve(self, requests, options):
         options = dict(options)
@@ -172,7 +180,7 @@ class InReplicas(Session):
 
 
 class Rollouts(Session):
-    """`rollout`: four prompts of at most 16 tokens, NEW tokens, as many samples of each; unused prompts are empty."""
+    """`rollout`: four prompts of at most 16 tokens, NEW tokens, equally many samples. Unused prompts are empty."""
 
     guard = None  # the caller's program takes arrays of the host
 
@@ -210,5 +218,5 @@ _rollout = jax.jit(
 )
 WAYS = {
     "generate": Generates, "stream": Streams, "run_batch": Session, "Engine": Engines, "Replicas": InReplicas,
-    "rollout": Rollouts,
+    "rollout": Rollouts, "drafts": Drafted,
 }  # fmt: skip

@@ -46,7 +46,7 @@ def chain(store, text):
 
 
 def cache_of(*texts):
-    """A cache that has computed texts; behind their tokens the K/V are NaN."""
+    """A cache with computed texts. After their tokens the K/V are NaN."""
     driver = Driver(kvjax.Cache.create(SPEC), verified=False)
     for text in texts:
         driver.start(0, text)
@@ -54,10 +54,10 @@ def cache_of(*texts):
     cache = driver.cache
     arrays = [np.full(pool[0].shape, np.nan, np.float32) for pool in cache.pools.arrays]
     contents, ids = contents_of(jax.device_get(cache.state))
-    for at, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
-        for array, own in zip(arrays, ids[:, at], strict=True):
-            if own >= 0:
-                array[own, ..., : contents.fill[at], :] = words_of(block)[..., : contents.fill[at], :]
+    for column, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
+        for array, block_id in zip(arrays, ids[:, column], strict=True):
+            if block_id >= 0:
+                array[block_id, ..., : contents.fill[column], :] = words_of(block)[..., : contents.fill[column], :]
     return cache.replace(pools=cache.pools.replace(arrays=tuple((jnp.asarray(array),) for array in arrays)))
 
 
@@ -65,31 +65,31 @@ def blocks_of(cache):
     """{(group, hash)} of a sound cache's blocks, whose bytes are verified."""
     kvjax.check(cache.state)
     contents, ids = contents_of(jax.device_get(cache.state))
-    found = set()
-    for at, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
-        for number, own in enumerate(ids[:, at].tolist()):
-            if own >= 0:
-                fill, kv = contents.fill[at], np.asarray(cache.pools.arrays[number][0][own])
+    right = set()
+    for column, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
+        for group_index, block_id in enumerate(ids[:, column].tolist()):
+            if block_id >= 0:
+                fill, kv = contents.fill[column], np.asarray(cache.pools.arrays[group_index][0][block_id])
                 assert np.array_equal(kv[..., :fill, :], words_of(block)[..., :fill, :])
-                found.add((number, block.hash))
-    return found
+                right.add((group_index, block.hash))
+    return right
 
 
 def opened(location, spec=SPEC, **options):
     return DiskStore(location, spec, **{"model": MODEL, "names": kvjax.Namespaces(), "max_bytes": 1 << 20, **options})
 
 
-def is_right(store, block, number=0):
-    """Whether a block is read as it was written; False: it is missing."""
-    found = store.read(block, number).result(60)
-    if found is None:
+def is_right(store, block, group_index=0):
+    """Whether a block is read as it was written. False if it is missing."""
+    words = store.read(block, group_index).result(60)
+    if words is None:
         return False
-    assert np.array_equal(found[0].view(np.float32), words_of(block)), "wrong bytes"
+    assert np.array_equal(words[0].view(np.float32), words_of(block)), "wrong bytes"
     return True
 
 
 class Save:
-    """A folder that `save` writes."""
+    """A folder written by `save`."""
 
     location = "folder"
 
@@ -97,7 +97,7 @@ class Save:
         save(cache, folder, model=MODEL)
 
     def read(self, folder):
-        """{(group, hash)} of the blocks that are loaded, and the number of broken ones."""
+        """{(group, hash)} of the loaded blocks, and the number of broken blocks."""
         cache, counts = load(kvjax.Cache.create(SPEC), folder, model=MODEL)
         assert counts.left == 0
         return blocks_of(cache), counts.broken
@@ -107,22 +107,22 @@ class Save:
         saved = read_manifest(folder)
         index, pack = (folder / f"{saved['name']}.{name}" for name in ("index", "values"))
         contents = Contents.from_bytes(index.read_bytes(), SPEC, saved["num_blocks"])
-        starts, found = VALUES.starts(contents.order >= 0), {}
-        for at, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
-            for number in np.flatnonzero(contents.order[:, at] >= 0).tolist():
-                start = int(starts[number, at])
-                found[number, block.hash] = pack, slice(start, start + BYTES)
-        return found
+        starts, starts_of = VALUES.starts(contents.order >= 0), {}
+        for column, block in enumerate(contents.blocks(VALUES, {0: ROOT})):
+            for group_index in np.flatnonzero(contents.order[:, column] >= 0).tolist():
+                start = int(starts[group_index, column])
+                starts_of[group_index, block.hash] = pack, slice(start, start + BYTES)
+        return starts_of
 
     def write_for_ever(self, folder, caches, ready, stop):
-        for number in itertools.count():
-            self.write(folder, caches[number % len(caches)])
-            if number >= len(caches):
+        for index in itertools.count():
+            self.write(folder, caches[index % len(caches)])
+            if index >= len(caches):
                 ready.set()
 
 
 class Store:
-    """The folder of a `DiskStore`; `texts` are those whose blocks it may have."""
+    """The folder of a `DiskStore`. `texts` are the texts whose blocks it may have."""
 
     location = "location"
 
@@ -133,21 +133,26 @@ class Store:
         state = jax.device_get(cache.state)
         contents, ids = contents_of(state)
         blocks = contents.blocks(VALUES, {0: ROOT})
-        for number, group in enumerate(state.groups):
-            (at,) = np.nonzero((contents.fill == SIZE) & (ids[number] >= 0))
-            rows = np.asarray(group.pool_row(ids[number, at]))
-            store.write(cache.pools, number, [blocks[index] for index in at], rows.tolist())
+        for group_index, group in enumerate(state.groups):
+            (block_ids,) = np.nonzero((contents.fill == SIZE) & (ids[group_index] >= 0))
+            rows = np.asarray(group.pool_row(ids[group_index, block_ids]))
+            store.write(cache.pools, group_index, [blocks[index] for index in block_ids], rows.tolist())
 
     def write(self, folder, cache):
         with opened(folder, max_bytes=self.max_bytes) as store:
             self.put(store, cache)
 
     def read(self, folder, **options):
-        """{(group, hash)} of the blocks that are read, and the number of broken ones."""
+        """{(group, hash)} of the blocks read, and the number of broken blocks."""
         with opened(folder, **options) as store:
             blocks = [block for text in self.texts for block in chain(store, text)]
-            found = {(number, block.hash) for block in blocks for number in (0, 1) if is_right(store, block, number)}
-            return found, store.counters["broken"]
+            blocks_read = {
+                (group_index, block.hash)
+                for block in blocks
+                for group_index in (0, 1)
+                if is_right(store, block, group_index)
+            }
+            return blocks_read, store.counters["broken"]
 
     def slices(self, folder):
         names = [path for path in sorted(folder.glob("*/*")) if path.is_file()]
@@ -156,11 +161,11 @@ class Store:
     def write_for_ever(self, folder, caches, ready, stop):
         """Flushes now and then, and evicts when `max_bytes` are few."""
         with opened(folder, max_bytes=self.max_bytes) as store:
-            for number in itertools.count():
+            for index in itertools.count():
                 if stop.is_set():
                     break
-                self.put(store, caches[number % len(caches)])
-                if number % 3 == 0:
+                self.put(store, caches[index % len(caches)])
+                if index % 3 == 0:
                     store.flush()
                 if store.counters["evicted"]:
                     ready.set()
@@ -172,6 +177,6 @@ def write_for_ever(form, folder, caches, ready, stop):
 
 
 def read_for_ever(form, folder, rounds, counts):
-    """Reads while another process writes; puts the numbers of blocks into a queue, and of broken ones."""
+    """Reads while another process writes. Puts the numbers of blocks and of broken blocks into a queue."""
     results = [form.read(folder, readonly=True) for _ in range(rounds)]
-    counts.put((sum(len(found) for found, _ in results), sum(broken for _, broken in results)))
+    counts.put((sum(len(blocks_read) for blocks_read, _ in results), sum(broken for _, broken in results)))

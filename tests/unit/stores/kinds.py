@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs of all kinds of caches that are saved, and random bytes for them."""
+"""Specs of all kinds of saved caches, and random bytes for them."""
 
 import jax
 import numpy as np

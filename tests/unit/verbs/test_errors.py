@@ -42,6 +42,8 @@ GOOD = {
     "fork into many": {"src": 0, "dst": ints(2)},
     "truncate": {"seq": 0, "length": 3},
     "truncate batch": {"seq": ints(2), "length": ints(2)},
+    "thin": {"seq": 0, "columns": np.zeros(5, bool)},
+    "thin batch": {"seq": ints(2), "columns": np.zeros((2, 5), bool)},
     "trim": {"active": np.ones(4, bool), "max_tokens": 3},
     "release": {"seq": 0},
     "release batch": {"seq": ints(3)},
@@ -98,6 +100,11 @@ BAD = {
     "fork batch": {"src": BATCH, "dst": (floats(2), ints(2, 1))},
     "truncate": {"seq": (1.5, True, ints(2, 2)), "length": SCALAR, "now": SCALAR},
     "truncate batch": {"seq": (floats(2),), "length": BATCH, "now": SCALAR},
+    "thin": {
+        "seq": (1.5, True, ints(2, 2)), "now": SCALAR, "max_removed": (-1, 1.5),
+        "columns": (True, ints(5), np.ones(4, bool), np.ones((2, 5), bool), "all"),
+    },
+    "thin batch": {"seq": (floats(2),), "columns": (ints(2, 5), np.ones((3, 5), bool)), "now": SCALAR},
     "trim": {
         "active": (ints(4), np.ones(3, bool), np.ones((4, 1), bool), True, "all"), "max_tokens": (0, -1, 1.5, True),
     },
@@ -118,7 +125,9 @@ CASES = [
 
 def traced(call, spec=PLAIN, **changed):
     """Traces a verb without compiling it; `changed` replaces some of its arguments."""
-    verb = drive.verb(call.split()[0])
+    name = call.split()[0]
+    verb = drive.verb(name)
+    spec = dataclasses.replace(spec, thinning=name == "thin")
     return jax.eval_shape(lambda state: verb(state, **(GOOD[call] | changed)), state_of(spec))
 
 

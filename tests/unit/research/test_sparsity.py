@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparsity policies against the same rules in plain Python, and models that run with them."""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.pools import select_blocks, sparse_attention
+from kvjax.research import sparsity
+from kvjax.research.sparsity.policies import Scores
+from models import loading, recall
+from models import sparsity as command
+
+
+def row(*theirs):
+    """Names the rows of the vocabulary's page of which this is the test."""
+    del theirs
+    return lambda test: test
+
+
+SIZE, COLUMNS = 4, 12
+LENGTHS = [41, 22, 7]  # with the token of the step
+BLOCKS = [11, 6, 2]
+SPEC = kvjax.make_spec(
+    [kvjax.LayerSpec(2, 8)], num_blocks=40, max_seqs=3, max_length=SIZE * COLUMNS, block_size=SIZE, dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """The scores of a prompt without its last two tokens, and of two steps with a token each."""
+    rng = np.random.default_rng(0)
+    pools = kvjax.init_pools(SPEC)
+    pools = pools.with_pool(0, 0, jnp.asarray(rng.standard_normal(pools.arrays[0][0].shape), jnp.float32))
+    tables = jnp.arange(3 * COLUMNS, dtype=jnp.int32).reshape(3, COLUMNS)
+    made = []
+    for missing in (2, 1, 0):
+        lengths = jnp.asarray(LENGTHS, jnp.int32) - missing
+        counts = lengths if missing == 2 else jnp.ones(3, jnp.int32)
+        width = max(LENGTHS) - 2 if missing == 2 else 1
+        positions = jnp.maximum(lengths[:, None] - width, 0) + np.arange(width, dtype=np.int32)[None]
+        now = kvjax.pools.View((tables,), positions, lengths, (positions,), counts, spec=SPEC)
+        q = jnp.asarray(rng.standard_normal((3, width, 4, 8)), jnp.float32)
+        made.append(Scores(q, pools, 0, now, 0.3, index=None, scale=None, soft_cap=None))
+    return made
+
+
+def best(score, count, taken):
+    """The columns that a row reads: all taken, and the best of the others."""
+    others = sorted(set(range(len(score))) - taken, key=lambda column: -score[column])
+    return taken | set(others[: max(count - len(taken), 0)])
+
+
+def columns_of(columns):
+    return [set(np.flatnonzero(row[:blocks]).tolist()) for row, blocks in zip(columns, BLOCKS, strict=True)]
+
+
+BUDGETS = [math.ceil(0.3 * blocks) for blocks in BLOCKS]
+
+
+@row("`StreamingLLMPress`")
+def test_streaming_reads_the_first_and_the_last_blocks(steps):
+    columns, _ = sparsity.streaming().choose(steps[2], None)
+    assert kvjax.LayerSpec(2, 8, window=8, sink_tokens=SIZE).sink_tokens == SIZE  # for every request
+    wanted = [{0, *range(blocks - max(count - 1, 1), blocks)} for blocks, count in zip(BLOCKS, BUDGETS, strict=True)]
+    assert columns_of(columns) == wanted
+
+
+@row("`SnapKVPress`")
+@pytest.mark.parametrize("name", ["attention_mass", "snapkv", "h2o", "quest"])
+def test_a_policy_reads_the_blocks_with_the_best_scores(name, steps):
+    policy = sparsity.POLICIES[name]
+    state = None if policy.init is None else policy.init(3, COLUMNS, 2, 8)
+    prompt, middle, last = steps
+    columns, state = policy.choose(prompt, state)
+    assert np.array_equal(columns, prompt.all)
+    columns, state = policy.choose(middle, state)
+    before = state
+    columns, _ = policy.choose(last, state)
+    masses = {"attention_mass": lambda: last.mass(), "snapkv": lambda: prompt.mass(last=32), "h2o": lambda: before}
+    score = last.bound(*last.bounds()) if name == "quest" else masses[name]()
+    for row, got in enumerate(columns_of(columns)):
+        taken = {BLOCKS[row] - 1}
+        if name == "h2o":
+            taken = set(range(BLOCKS[row] - math.ceil(0.5 * BUDGETS[row]), BLOCKS[row]))
+        if name == "snapkv":
+            taken |= set(range(math.ceil((LENGTHS[row] - 2) / SIZE), BLOCKS[row]))
+        assert got == best(np.asarray(score)[row, : BLOCKS[row]], BUDGETS[row], taken)
+
+
+@row("`ObservedAttentionPress`")
+def test_h2o_adds_the_mass_of_the_blocks_that_it_reads(steps):
+    policy = sparsity.h2o()
+    _, mass = policy.choose(steps[0], jnp.zeros((3, COLUMNS)))
+    np.testing.assert_allclose(mass.sum(axis=1), [4 * (length - 2) for length in LENGTHS], rtol=1e-5)
+    columns, after = policy.choose(steps[1], mass)
+    gained = np.asarray(after - mass)
+    np.testing.assert_allclose(gained.sum(axis=1), 4, rtol=1e-4)  # of each of four heads
+    read = columns_of(columns)
+    assert all(set(np.flatnonzero(row > 1e-4).tolist()) <= seen for row, seen in zip(gained, read, strict=True))
+
+
+def test_quest_keeps_the_bounds_of_all_blocks_though_it_computes_one(steps):
+    policy = sparsity.quest()
+    _, state = policy.choose(steps[0], None)
+    for scores in steps[1:]:
+        _, state = policy.choose(scores, state)
+        for kept, whole in zip(state, scores.bounds(), strict=True):
+            np.testing.assert_array_equal(kept, whole)
+
+
+@row("`RandomPress`")
+def test_random_blocks_differ_from_step_to_step_and_keep_the_budget(steps):
+    drawn = [columns_of(sparsity.random().choose(scores, None)[0])[0] for scores in steps[1:]]
+    assert drawn[0] != drawn[1] and [len(columns) for columns in drawn] == [math.ceil(0.3 * 10), math.ceil(0.3 * 11)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return loading.load(recall.CHECKPOINT)[0]
+
+
+@row("`ScorerPress.score`", "`PyramidKVPress`")
+def test_a_policy_of_ones_own_may_give_each_layer_another_budget(model):
+    """A SparsityPolicy of Scores reads all blocks in layer 0, and the last two in layer 1."""
+    seen = []
+
+    def choose(scores, state):
+        seen.append(type(scores))
+        return scores.all if scores.is_prompt or scores.layer == 0 else scores.recent(2), state
+
+    policy = sparsity.SparsityPolicy(choose)
+    said = sparsity.follow(model, model.layer_specs(), needles(1), policy=policy, block_size=4)
+    assert set(seen) == {Scores} and said.blocks_read == (said.blocks + 2) / 2
+
+
+def needles(rows, seed=0):
+    tokens, (mark,) = recall.make_batch(np.random.default_rng(seed), rows, 24, 1)
+    return sparsity.Texts(tokens[:, : mark + 2], 24 * recall.FACT_TOKENS)
+
+
+@row("`compression_ratio`")
+def test_a_model_reads_a_quarter_and_still_finds_its_needles_by_quests_bound(model):
+    """And not by recent blocks, which do not have them."""
+    texts = needles(8)
+    found = {}
+    for name in ("quest", "streaming"):
+        policy = sparsity.POLICIES[name]
+        said = sparsity.follow(model, model.layer_specs(), texts, policy=policy, budget=0.25, block_size=4)
+        found[name] = np.mean(said.greedy[:, -1] == texts.tokens[:, -1])
+        assert said.blocks == math.ceil((texts.tokens.shape[1] - 1) / 4)
+        assert said.blocks_read == math.ceil(0.25 * said.blocks)
+        assert said.blocks_held == (said.blocks if policy.returns else said.blocks_read)
+    assert found["quest"] == 1 and found["streaming"] < 0.7
+
+
+@pytest.mark.long
+def test_a_budget_of_all_blocks_is_full_attention(model):
+    texts = needles(2)
+    whole = sparsity.follow(model, model.layer_specs(), texts, block_size=4)
+    for policy in sparsity.POLICIES.values():
+        got = sparsity.follow(model, model.layer_specs(), texts, policy=policy, block_size=4)
+        np.testing.assert_allclose(got.log_probabilities, whole.log_probabilities, atol=2e-4)
+        assert got.blocks_read == got.blocks_held == got.blocks
+
+
+def test_a_scan_of_layers_refuses_a_policy_with_a_state(model):
+    scanned = loading.scanned(model)
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=4, max_seqs=1, max_length=16, block_size=4, dtype="float32")
+    state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(8), 8)
+    policy = sparsity.h2o()
+    options = {"policy": policy, "budget": 0.5, "states": sparsity.init_states(policy, spec)}
+    given = np.zeros((1, 8), np.int32), kvjax.init_pools(spec), kvjax.view(state, 8)
+    with pytest.raises(ValueError, match="model: got a scan of layers, wanted an unrolled model"):
+        sparsity.call_sparse(scanned, *given, **options)
+
+
+@row("`with press(model)`")
+def test_a_context_reaches_the_calls_in_it_and_no_others(model):
+    """Though kvjax keeps the trace of a model for calls with equal shapes."""
+    seen = []
+
+    def only_own(q, pools, layer, view, **options):
+        seen.append(layer)
+        return select_blocks(view, np.zeros(view.tables[0].shape[1], bool))
+
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=4, max_seqs=1, max_length=16, block_size=4, dtype="float32")
+    cache = kvjax.Cache.create(spec)
+    cache, _ = cache.admit(0, np.arange(10, 20), 10)
+    cache, _, _ = kvjax.step(model, cache, np.arange(10, 19)[None], np.array([9]))
+
+    def logits():
+        return np.asarray(kvjax.step(model, cache, np.array([[19]]), np.array([1]))[1])
+
+    before = logits()
+    with sparse_attention(only_own):
+        sparse = logits()
+    assert seen == [0, 1]
+    np.testing.assert_array_equal(logits(), before)
+    assert seen == [0, 1] and np.max(np.abs(sparse - before)) > 1e-3
+
+
+@pytest.mark.parametrize("budget", [0, -0.5, 1.5])
+def test_a_budget_is_a_share(model, budget):
+    with pytest.raises(ValueError, match=r"budget: got .*, wanted a share of the blocks in \(0, 1\]"):
+        sparsity.follow(model, model.layer_specs(), needles(1), policy=sparsity.quest(), budget=budget)
+
+
+def test_a_prompt_is_shorter_than_its_text(model):
+    texts = needles(1)._replace(num_prompt=200)
+    with pytest.raises(ValueError, match="num_prompt: got 200, wanted 1 to 124"):
+        sparsity.follow(model, model.layer_specs(), texts)
+
+
+def test_a_table_and_a_picture_have_a_line_for_each_policy(tmp_path):
+    pytest.importorskip("matplotlib")
+    made = [
+        sparsity.Measurement(name, budget, 10.0 / budget, budget, 1.5, 2e6, 4e6)
+        for name, budget in [("full", 1.0), *itertools.product(("a", "b"), (0.5, 0.25))]
+    ]
+    head, *lines = sparsity.table(made)
+    assert head.split()[:3] == ["policy", "budget", "perplexity"] and len(lines) == 5
+    assert lines[1].split() == ["a", "50%", "20.00", "50%", "1.50", "2.00", "4.00"]
+    figure = sparsity.plot_study(made, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+    drawn = [[line.get_label() for line in ax.get_lines()] for ax in figure.axes]
+    assert drawn[0] == ["a", "b", "full attention"] and len(drawn) == 2
+
+
+def only_first():
+    return sparsity.SparsityPolicy(lambda scores, state: (scores.first(1) | scores.all & scores.is_prompt, state))
+
+
+@pytest.mark.long
+def test_the_command_measures_policies_by_name_and_of_ones_own(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_DOCUMENTS", 2)
+    monkeypatch.setattr(command, "_FACTS", 12)
+    options = ["--policies", "quest", f"{__name__}:only_first", "--budgets", "0.5", "--no-compile-cache"]
+    command.main([*options, "--json", str(tmp_path / "lines.json"), "--plot", str(tmp_path / "plot.png")])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "policy",
+        "full",
+        "quest",
+        "only_first",
+    ]
+    assert (tmp_path / "lines.json").exists() and (tmp_path / "plot.png").exists()
+    with pytest.raises(SystemExit):
+        command.main(["--policies", "nothing"])
+    assert "--policies: got 'nothing', wanted one of streaming" in capsys.readouterr().err
