@@ -222,9 +222,10 @@ class _Trial:
         layers = {layer for name, layer in self.base.noted if name == "k"}
         unread = sorted(layers - {layer for name, layer in self.base.noted if name == "out"})
         if unread:
+            layer = unread[0]
             raise AssertionError(
-                f"attend of layer {unread[0]}: is missing. The model writes K/V and does not read them: use "
-                "kvjax.attend in place of attention over the tokens of the call"
+                f"attend of layer {layer}: is missing. The model writes the K/V of layer {layer} and never reads them: "
+                f"use kvjax.attend(q, pools, {layer}, view)"
             )
 
     def run_in_chunks(self, width: int, way: str) -> None:
@@ -372,18 +373,12 @@ class _Trial:
             "scale": "scale: the text agrees with the reference if attend of {} has the scale 1 / sqrt(D), its default",
         }
         for kind, explanation in words.items():
+            for changed in ([layer] for layer in layers):
+                if self._explains(_Edit(kind, changed), wanted):
+                    raise AssertionError(explanation.format(f"layer {changed[0]}"))
             if self._explains(_Edit(kind, None), wanted):
-                alone = [layer for layer in layers if self._explains(_Edit(kind, [layer]), wanted)]
-                named = f"layer {alone[0]}" if alone else "all layers"
-                raise AssertionError(explanation.format(named))
+                raise AssertionError(explanation.format("all layers"))
         first = next(position for position, error in enumerate(errors) if error > self.tolerance)
-        pairs = zip(
-            [x for x in self.base.noted if x[0] == "v"], [x for x in self.base.noted if x[0] == "out"], strict=False
-        )
-        others = [(written, read) for (_, written), (_, read) in pairs if written != read]
-        if others:
-            written, read = others[0]
-            raise AssertionError(f"layer: attend reads layer {read} after the write of layer {written}, {_REFERENCE}")
         cause = "values, weights or norms" if first == 0 else "keys: rotation, norms of k before the write, or the mask"
         raise AssertionError(f"logits: {_REFERENCE} from position {first} on, in every form alike; look at {cause}")
 

@@ -145,6 +145,7 @@ MISTAKES = {
     "a query head too few": "q: got shape",
     "a kv head too few": "k: got shape .* layer 1",
     "own mask": "attend of layer 1: is missing",
+    "attends to the layer before": "attend of layer 1: is missing",
     "dropout": "model: ",
     "all: rope of arange": "positions: .* rotate q and k of layer 0 by view.positions",
     "all: rope of the lengths": "positions: .* layer 0",
@@ -157,11 +158,10 @@ MISTAKES = {
     # These are the same in every form, so that only a reference shows them.
     "k and v exchanged": "k: .* if k and v of layer 1 are exchanged",
     "no scale": r"scale: .* if attend of layer 1 has the scale",
-    "attends to the layer before": "layer: attend reads layer 0 after the write of layer 1",
     "norm after the write": None,
     "q is written": None,
 }
-OF_REFERENCE = [*MISTAKES][-5:]
+OF_REFERENCE = [*MISTAKES][-4:]
 TRACED = [*MISTAKES][:11]
 
 
