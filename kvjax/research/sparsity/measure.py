@@ -125,10 +125,12 @@ def study(
       >>> from kvjax.research import sparsity
       >>> from models import loading, recall
       >>> model, _ = loading.load(recall.CHECKPOINT)
-      >>> needles = recall_texts = sparsity.Texts(np.array([recall.encode(
-      ...     "alice is in paris . bob is in oslo . carla is in rome . where is bob ? oslo")]), 15)
-      >>> lines = sparsity.study(model, model.layer_specs(), recall_texts, needles, budgets=[0.5], block_size=4,
-      ...     policies={"quest": sparsity.quest()})
+      >>> text = "alice is in paris . bob is in oslo . carla is in rome . where is bob ? oslo"
+      >>> needles = sparsity.Texts(np.array([recall.encode(text)]), num_prompt=15)
+      >>> policies = {"quest": sparsity.quest()}
+      >>> lines = sparsity.study(
+      ...     model, model.layer_specs(), needles, needles, policies=policies, budgets=[0.5], block_size=4
+      ... )
       >>> [(line.policy, line.budget, line.recall) for line in lines]
       [('full', 1.0, 1.0), ('quest', 0.5, 1.0)]
     """
@@ -137,10 +139,12 @@ def study(
         reader = _Reader(model, layers, policy, max_length, block_size, dtype)
         shares = [1.0] if policy is None else budgets
         of_texts = reader.follow(texts, shares)
-        of_needles = [None] * len(shares) if needles is None else reader.follow(needles, shares)
+        of_needles = of_texts  # for the same texts, and without needles
+        if needles is not None and needles is not texts:
+            of_needles = reader.follow(needles, shares)
         for budget, text, needle in zip(shares, of_texts, of_needles, strict=True):
             recall = None
-            if needles is not None and needle is not None:
+            if needles is not None:
                 recall = float(np.mean(needle.greedy[:, -1] == needles.tokens[:, -1]))
             yield Measurement(
                 name,
@@ -335,7 +339,8 @@ def plot_study(
                 label = "full attention" if ax is axes[0] else None
                 ax.axhline(getattr(line, measure), color=INK, linestyle="--", linewidth=1.0, label=label)
         ax.set_xlim(left=0)
-        finish(ax, "share of blocks read", measure, percent=measure == "recall")
+        is_share = measure == "recall"
+        finish(ax, "share of blocks read", "needles found, %" if is_share else measure, percent=is_share)
     axes[0].set_yscale("log")
     legend_below(figure)
     return saved(figure, path)
