@@ -57,7 +57,7 @@ class LayerSpec:
       kv_heads: K, or 0 for a recurrent layer.
       head_dim: D, or 0 for a recurrent layer.
       window: the number of tokens seen by a token, up to and including itself. None means full attention.
-      sink_tokens: the number of first tokens to keep in the cache even when the window has passed them.
+      sink_tokens: the number of first tokens to keep in the cache, and visible, even when the window has passed them.
       values: for a layer of latents, the number of columns of K that serve as V. None stores V separately.
       arrays: the arrays of a recurrent layer's state.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax._files import create
 from kvjax.research import sparsity
 
 from . import commands, recall
@@ -58,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(text, flush=True)
         lines = [*lines]
     if args.json is not None:
-        args.json.write_text(json.dumps([line._asdict() for line in lines], indent=2) + "\n")
+        with create(args.json) as file:
+            file.write(json.dumps([line._asdict() for line in lines], indent=2) + "\n")
     if args.plot is not None:
         sparsity.plot_study(lines, args.plot)
 

@@ -35,6 +35,7 @@ from kvjax.checks import floats
 from kvjax.events.records import EventKind, Events, Records
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
+from kvjax.pools.lineage import note_write, probed_kv
 from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
@@ -294,6 +295,7 @@ def write(
       [[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [[101.0, 102.0], [103.0, 104.0], [105.0, 106.0], [0.0, 0.0]]]
     """
     check_fit(pools, view)
+    given_index = index
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     if v is not None and spec.values is not None:
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
@@ -301,6 +303,7 @@ def write(
         k, v = checked_kv(view, array, spec.head_dim, layer, k=k, v=v)
     else:
         (k,) = checked_kv(view, array, spec.head_dim, layer, k=k)
+    k, v = probed_kv(layer, k, v)
     scales = pools.scales_of(group, pool)
     slots = view.slots[group]
     context = pools.context(group)
@@ -317,7 +320,8 @@ def write(
         token_axes = MeshAxes(2 if spec.values is None else None)
         axes = {"pool": pool_axes, "scales": pool_axes, "k": token_axes, "v": token_axes}
         written = pools.over_devices(group, append, operands, axes, (pool_axes, pool_axes) if quantised else pool_axes)
-    return pools.with_pool(group, pool, *(written if quantised else (written,)))
+    result = pools.with_pool(group, pool, *(written if quantised else (written,)))
+    return note_write(pools, result, (group, pool), layer, given_index)
 
 
 @own_transfers()

@@ -171,7 +171,9 @@ def _keys(pool: jax.Array, index: jax.Array | int, scales: jax.Array | None, tab
         blocks = pool.at[table, index].get(**rows).astype(jnp.float32)
         return blocks_by_head(blocks[:, None], width)[:, 0, 0]
     keys = pool.at[table, index, 0].get(**rows).astype(jnp.float32)
-    return keys if scales is None else keys * scales.at[table, index, 0].get(**rows)[..., None]
+    for scale in jax.tree.leaves(scales):  # a quantised pool has one array of them, others none
+        keys = keys * scale.at[table, index, 0].get(**rows)[..., None]
+    return keys
 
 
 def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:

@@ -317,7 +317,7 @@ def test_kv_after_a_hole_that_others_could_find_are_noticed(mistake, length, cou
     assert_noticed(CONFIGS["fast thinning"], history, mistake, noticed, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_of_rows_with_holes():
     tally = live(CONFIGS["fast thinning"], seed=1, steps=500).tally
     things = "hit", "merged", "slid", "fork", "truncate", "decode", "freed by thin", "left to others by thin"

@@ -54,7 +54,7 @@ class Texts(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """What a model says while it follows texts, token by token, after their prompts.
+    """Predictions of a model that follows texts, token by token, after their prompts.
 
     Attributes:
       log_probabilities: f32[S, T - num_prompt]; of each token after the prompt.

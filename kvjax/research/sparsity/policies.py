@@ -50,6 +50,7 @@ class Scores:
       first_own: i32[R]; the first column with tokens of the step. It and all after it are read anyway.
       budget: i32[R]; the number of blocks to read, the step's own included.
       position: i32[R]; the position of each row's last token.
+      layer: the model's layer number; static, except in a scan over layers.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Scores:
         self.first_own = (lengths - view.num_tokens) // size
         self.budget = jnp.ceil(self.num_blocks.astype(jnp.float32) * jnp.float32(budget)).astype(jnp.int32)
         self.position = view.lengths - 1
+        self.layer = layer
 
     @property
     def column(self) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparsity policies: what each reads, against the same rules in plain Python; and models that run with them."""
+"""Sparsity policies against the same rules in plain Python, and models that run with them."""
 
 import itertools
 import math
@@ -15,6 +15,13 @@ from kvjax.research.sparsity.policies import Scores
 from models import loading, recall
 from models import sparsity as command
 
+
+def row(*theirs):
+    """Names the rows of the vocabulary's page of which this is the test."""
+    del theirs
+    return lambda test: test
+
+
 SIZE, COLUMNS = 4, 12
 LENGTHS = [41, 22, 7]  # with the token of the step
 BLOCKS = [11, 6, 2]
@@ -25,7 +32,7 @@ SPEC = kvjax.make_spec(
 
 @pytest.fixture(scope="module")
 def steps():
-    """The scores of a prompt without its last two tokens, of that before the last one and of the last one."""
+    """The scores of a prompt without its last two tokens, and of two steps with a token each."""
     rng = np.random.default_rng(0)
     pools = kvjax.init_pools(SPEC)
     pools = pools.with_pool(0, 0, jnp.asarray(rng.standard_normal(pools.arrays[0][0].shape), jnp.float32))
@@ -43,7 +50,7 @@ def steps():
 
 
 def best(score, count, taken):
-    """The columns that a row reads: those taken, and of the others those with the highest score."""
+    """The columns that a row reads: all taken, and the best of the others."""
     others = sorted(set(range(len(score))) - taken, key=lambda column: -score[column])
     return taken | set(others[: max(count - len(taken), 0)])
 
@@ -55,12 +62,15 @@ def columns_of(columns):
 BUDGETS = [math.ceil(0.3 * blocks) for blocks in BLOCKS]
 
 
+@row("`StreamingLLMPress`")
 def test_streaming_reads_the_first_and_the_last_blocks(steps):
     columns, _ = sparsity.streaming().choose(steps[2], None)
+    assert kvjax.LayerSpec(2, 8, window=8, sink_tokens=SIZE).sink_tokens == SIZE  # for every request
     wanted = [{0, *range(blocks - max(count - 1, 1), blocks)} for blocks, count in zip(BLOCKS, BUDGETS, strict=True)]
     assert columns_of(columns) == wanted
 
 
+@row("`SnapKVPress`")
 @pytest.mark.parametrize("name", ["attention_mass", "snapkv", "h2o", "quest"])
 def test_a_policy_reads_the_blocks_with_the_best_scores(name, steps):
     policy = sparsity.POLICIES[name]
@@ -82,6 +92,7 @@ def test_a_policy_reads_the_blocks_with_the_best_scores(name, steps):
         assert got == best(np.asarray(score)[row, : BLOCKS[row]], BUDGETS[row], taken)
 
 
+@row("`ObservedAttentionPress`")
 def test_h2o_adds_the_mass_of_the_blocks_that_it_reads(steps):
     policy = sparsity.h2o()
     _, mass = policy.choose(steps[0], jnp.zeros((3, COLUMNS)))
@@ -102,6 +113,7 @@ def test_quest_keeps_the_bounds_of_all_blocks_though_it_computes_one(steps):
             np.testing.assert_array_equal(kept, whole)
 
 
+@row("`RandomPress`")
 def test_random_blocks_differ_from_step_to_step_and_keep_the_budget(steps):
     drawn = [columns_of(sparsity.random().choose(scores, None)[0])[0] for scores in steps[1:]]
     assert drawn[0] != drawn[1] and [len(columns) for columns in drawn] == [math.ceil(0.3 * 10), math.ceil(0.3 * 11)]
@@ -112,11 +124,26 @@ def model():
     return loading.load(recall.CHECKPOINT)[0]
 
 
+@row("`ScorerPress.score`", "`PyramidKVPress`")
+def test_a_policy_of_ones_own_may_give_each_layer_another_budget(model):
+    """A SparsityPolicy of Scores reads all blocks in layer 0, and the last two in layer 1."""
+    seen = []
+
+    def choose(scores, state):
+        seen.append(type(scores))
+        return scores.all if scores.is_prompt or scores.layer == 0 else scores.recent(2), state
+
+    policy = sparsity.SparsityPolicy(choose)
+    said = sparsity.follow(model, model.layer_specs(), needles(1), policy=policy, block_size=4)
+    assert set(seen) == {Scores} and said.blocks_read == (said.blocks + 2) / 2
+
+
 def needles(rows, seed=0):
     tokens, (mark,) = recall.make_batch(np.random.default_rng(seed), rows, 24, 1)
     return sparsity.Texts(tokens[:, : mark + 2], 24 * recall.FACT_TOKENS)
 
 
+@row("`compression_ratio`")
 def test_a_model_reads_a_quarter_and_still_finds_its_needles_by_quests_bound(model):
     """And not by recent blocks, which do not have them."""
     texts = needles(8)
@@ -146,13 +173,13 @@ def test_a_scan_of_layers_refuses_a_policy_with_a_state(model):
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=4, max_seqs=1, max_length=16, block_size=4, dtype="float32")
     state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(8), 8)
     policy = sparsity.h2o()
+    options = {"policy": policy, "budget": 0.5, "states": sparsity.init_states(policy, spec)}
+    given = np.zeros((1, 8), np.int32), kvjax.init_pools(spec), kvjax.view(state, 8)
     with pytest.raises(ValueError, match="model: got a scan of layers, wanted an unrolled model"):
-        sparsity.call_sparse(
-            scanned, np.zeros((1, 8), np.int32), kvjax.init_pools(spec), kvjax.view(state, 8), policy=policy,
-            budget=0.5, states=sparsity.init_states(policy, spec),
-        )  # fmt: skip
+        sparsity.call_sparse(scanned, *given, **options)
 
 
+@row("`with press(model)`")
 def test_a_context_reaches_the_calls_in_it_and_no_others(model):
     """Though kvjax keeps the trace of a model for calls with equal shapes."""
     seen = []

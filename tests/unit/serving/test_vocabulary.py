@@ -50,10 +50,11 @@ def test_each_row_of_the_page_has_a_test_which_uses_what_it_names():
     cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     rows = [(theirs, ours) for theirs, ours, _ in cells if theirs != "theirs"]
     path = pathlib.Path(__file__)
-    tests = {**of_rows(path), **of_rows(path.with_name("test_vocabulary_verbs.py"))}
+    studies = drive.ROOT / "tests/unit/research/test_sparsity.py"
+    tests = {**of_rows(path), **of_rows(path.with_name("test_vocabulary_verbs.py")), **of_rows(studies)}
     assert sorted(theirs for theirs, _ in rows) == sorted(tests)
     for theirs, ours in rows:
-        names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", ours)))
+        names = re.findall(r"[a-zA-Z_]\w*", " ".join(re.findall(r"`([^`]+)`", ours)))
         assert names and all(re.search(rf"\b{name}\b", tests[theirs]) for name in names), (theirs, names)
 
 
