@@ -246,9 +246,10 @@ PAGE = """\
 # Compiled for TPUs
 
 **Compiled, not run.** No figure on this page is a speed. jax {jax} and libtpu {libtpu} compiled each program on a
-machine without a TPU. A cell has the bytes of temporaries in % of the pool's bytes, and a limit of {limit:.0%} holds
-by a test. The pool is {pool} MiB of K/V: {layers} layers, {kv_heads} kv heads of width {width} in bfloat16, blocks of
-16 tokens. int8 and heads of width 64 have half of it, int8 in blocks of 128 tokens. The programs:
+machine without a TPU. A cell has the bytes of temporaries in % of the pool's bytes. A test holds a limit of {limit:.0%}.
+The pool is {pool} MiB of K/V: {layers} layers, {kv_heads} kv heads of width {width} in bfloat16, blocks of 16 tokens.
+int8 and heads of width 64 have half of it, int8 in blocks of 128 tokens. Seconds are those of a shared, busy machine.
+The programs:
 
 - **admit**: a prompt of 1,024 tokens enters, with the copies of blocks. **write**: K/V of 128 tokens enter a layer.
 - **gather** and **scatter**: 8 blocks leave the pool, or enter it. **to host** and **to device**: 64 blocks change the
