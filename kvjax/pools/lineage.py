@@ -23,7 +23,7 @@ _Key = tuple[int, int]  # group and pool
 
 
 class LineageError(ValueError):
-    """A model that loses K/V, or reads K/V that it has not written."""
+    """A model loses K/V, or reads K/V before it writes them."""
 
 
 class _Write(NamedTuple):
@@ -55,7 +55,7 @@ class _Pool:
             self.refuse(array, what)
 
     def refuse(self, array: Any, what: str) -> None:
-        """Raises an error for an array that lacks the last write."""
+        """Raises an error for an array without the last write."""
         if self.writes:
             kind = "the pools that the model was given" if array is self.given else "pools from before that"
             last = self.writes[-1]
@@ -100,8 +100,8 @@ class Lineage:
     def write(self, pools: Any, written: Any, key: _Key, layer: Any, *, is_static: bool) -> None:
         """Notes a write into a pool."""
         self._is_used = True
-        for other, array in _arrays(pools):
-            self._pools[other].check_fresh(array, f"the write of layer {layer} takes")
+        for each_key, array in _arrays(pools):
+            self._pools[each_key].check_fresh(array, f"the write of layer {layer} takes")
         pool = self._pools[key]
         array = dict(_arrays(pools))[key]
         new_array = dict(_arrays(written))[key]
@@ -124,7 +124,7 @@ class Lineage:
         self._pools[key].skipped.add(layer)
 
     def read(self, pools: Any, key: _Key, layer: Any, *, is_static: bool) -> None:
-        """Notes that a layer's K/V are read."""
+        """Notes a read of a layer's K/V."""
         self._is_used = True
         pool = self._pools[key]
         array = dict(_arrays(pools))[key]
