@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy that learns while the cache runs: it evicts the block with the fewest expected hits per block and time.
 
-The policy remembers each content that it has seen released, also after its eviction. So it knows which contents were
+The policy remembers the contents of released blocks, also after their eviction. So it knows which contents were
 used again, at which age, and their properties at the release before:
 
     property   values                                                    an example
     turns      uses of the conversation's last block, in 8 ranges        a third turn is mostly followed by a fourth
-    new        blocks that the request added, in powers of two           a long new document is seldom asked about twice
+    new        blocks added by the request, in powers of two             a long new document is seldom asked about twice
     uses       uses of the block itself, in 7 ranges                     the blocks of a shared prefix
     gap        age of the conversation's last block, in powers of two    an agent's steps follow each other quickly
 
-Each value has a share of blocks used again, so a block has log odds: a sum over its four values. They choose one of
-eight levels on release. The ages at reuse are a histogram for all levels, and a level multiplies it. Histogram and
+Each value has a share of blocks used again, so a block has log odds: a sum over its four values. They choose its level
+on release, from 0 to 7. The ages at reuse are a histogram for all levels, and a level multiplies it. Histogram and
 multiplier give the expected hits per block and time at each age, f32[LEVELS, AGES]. The levels are the classes of a
-`by_class`, so the oldest leaves of eight queues are compared.
+`by_class`, so the oldest leaves of eight queues are compared. LRU would evict the oldest of them. Another leaves in its
+place if its density is below 0.6 times as much.
 
 Ages are readings of `Blocks.clock`: blocks released or published since. All counts are halved every 64 turnovers of the
 cache. The policy has no parameter, no training, and needs no time.
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, last_of_each, mix, pick, put
+from kvjax._arrays import count, fence, last_of_each, mix, pick, put
 from kvjax.policies.classes import Chains, by_class
 from kvjax.state import DEFAULT_PRIORITY, Blocks, EvictionPolicy
 
@@ -48,6 +49,7 @@ _SLOTS = 16  # remembered contents, for each block of the cache
 _HALF_LIFE = 64  # turnovers of the cache
 _HORIZON = 16  # turnovers of the cache; a hit farther in the future counts e times less
 _REQUESTS = 4  # a value's share of reuse is drawn to the average, as if by average requests
+_OLDEST = 0.6  # the density of the oldest head is multiplied by this
 _CAUTION = 0.7  # the four properties are not independent, so their log odds are added with this weight
 
 
@@ -88,10 +90,10 @@ def adaptive() -> EvictionPolicy:
     to 32 for each block of the cache, of 12 bytes each. Costs O(blocks touched), more than `lru`: a score of nine
     queues for each victim.
 
-    If you know that a session ends, state it: with `retention=True` in the spec, blocks released with a priority below
+    If a session ends, you may state so: with `retention=True` in the spec, blocks released with a priority below
     the default of 35 leave first. Higher priorities change nothing.
 
-    `python -m kvjax.research compare` prints its hits beside those of other policies.
+    `python -m kvjax.research compare` prints its hits next to other policies.
 
     Example:
       >>> from kvjax import policies, research
@@ -100,8 +102,8 @@ def adaptive() -> EvictionPolicy:
       >>> bool(research.simulate(trace, policies.adaptive(), sizes).rate > research.lru_curve(trace, sizes).rate)
       True
 
-    Source: hit density as in LHD (Beckmann, Chen and Cidon 2018); contents remembered after eviction as in ARC (Megiddo
-    and Modha 2003).
+    Source: hit density as in LHD (Beckmann, Chen and Cidon 2018). ARC (Megiddo and Modha 2003) remembers evicted
+    contents too.
     """
     return _levels()._replace(touch=_learn_and_queue)
 
@@ -138,8 +140,11 @@ def _class_of(blocks: Blocks, ids: jax.Array, memory: Memory) -> jax.Array:
 
 
 def _density_of(blocks: Blocks, heads: jax.Array, memory: Memory) -> jax.Array:
-    """f32[C]; see `by_class`. Between the beginnings of two ranges of ages it is interpolated."""
-    age = (blocks.clock - pick(blocks.released, heads))[:LEVELS]
+    """f32[C]; see `by_class`. Between the beginnings of two ranges of ages it is interpolated.
+
+    LRU's choice, the oldest head, leaves unless another head is clearly worse.
+    """
+    age = jnp.where(heads >= 0, blocks.clock - pick(blocks.released, heads), -1)[:LEVELS]
     index = age_range(age)
     level = np.arange(LEVELS, dtype=np.int32)
     begin = pick(jnp.asarray(_LIMITS), index)
@@ -147,11 +152,12 @@ def _density_of(blocks: Blocks, heads: jax.Array, memory: Memory) -> jax.Array:
     here = pick(memory.density, (level, index))
     after = pick(memory.density, (level, jnp.minimum(index + 1, AGES - 1)))
     density = here + (after - here) * (age.astype(jnp.float32) - begin) / (end - begin)
+    density *= jnp.where(age == jnp.max(age), _OLDEST, 1)
     return jnp.append(density, jnp.float32(-1))
 
 
 class Reuse(NamedTuple):
-    """What is known of a request's blocks at their release. The request's blocks are padded with NO_BLOCK."""
+    """The known history of a request's blocks at their release, padded as their ids are."""
 
     is_known: jax.Array  # bool[K]; whether there is a note of the contents
     age: jax.Array  # i32[K]; ticks from that note to the beginning of this request
@@ -169,8 +175,9 @@ def learn(memory: Memory, blocks: Blocks, ids: jax.Array) -> Memory:
     slot, tag = _place(blocks, ids, memory.tag.shape[0])
     kept = is_released & (pick(memory.generation, ids) == pick(blocks.generation, ids))
     reuse = _reuse(memory, blocks, ids, kept, slot, tag)
-
     num_blocks = memory.num_blocks + count(is_released & (pick(memory.generation, ids) == 0))
+    memory, reuse, num_blocks = fence(memory, reuse, num_blocks)
+
     turnover = jnp.maximum(num_blocks, 1).astype(jnp.float32)
     decay = jnp.exp2(-num_released.astype(jnp.float32) / (_HALF_LIFE * turnover))
     counts = jax.tree.map(lambda x: x * decay, memory.counts)
@@ -259,7 +266,7 @@ def properties(reuse: Reuse) -> jax.Array:
 
 
 def _in_ranges(x: jax.Array, limits: tuple[int, ...]) -> jax.Array:
-    """i32[K]; the range of each x i32[K]: the number of limits that it reaches."""
+    """i32[K]; the range of each x i32[K]: the number of limits up to x."""
     return jnp.sum(x[:, None] >= np.array(limits, np.int32)[None], axis=1, dtype=jnp.int32)
 
 
@@ -294,7 +301,7 @@ def _log_odds(share: jax.Array) -> jax.Array:
 def densities(counts: Counts, turnover: jax.Array) -> jax.Array:
     """f32[LEVELS, AGES]; expected hits per block and tick of a block at the beginning of each range of ages.
 
-    A block that stays yields hits with probability `hazard` in each range, and takes a block of space until then. Both
+    A cached block yields a hit with probability `hazard` in each range, and takes a block of space until then. Both
     sums are discounted over 16 turnovers, f32[], of the cache. The density never rises with age, so a level is a queue.
     """
     released = jnp.maximum(jnp.sum(counts.released[0]), 1)

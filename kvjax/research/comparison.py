@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares policies with LRU and with Belady's bound on sessions that nobody has looked at."""
+"""Compares policies with LRU and with Belady's bound on unseen sessions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Comparison:
       rates: f64[Z] for each policy, "lru" and "bound"; the share of blocks found. "bound" is Belady's by the rule
         "papers".
       low, high: f64[Z] for each policy; the 95 % interval of its rate minus LRU's, by resampling sessions.
-      uncached: f64[Z, 3] for each policy and "lru"; the median, 95th and 99th percentile over requests of prompt tokens
-        that were not found.
+      uncached: f64[Z, 3] for each policy and "lru"; the median, 95th and 99th percentile over requests of uncached
+        prompt tokens.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Comparison:
     uncached: dict[str, np.ndarray]
 
     def closed(self, policy: str) -> np.ndarray:
-        """f64[Z]; the share of the distance from LRU to the bound that a policy closes, 0 without a distance."""
+        """f64[Z]; the share of the distance from LRU to the bound closed by a policy, 0 without a distance."""
         lru = self.rates["lru"]
         distance = self.rates["bound"] - lru
         return np.where(distance > 1e-9, (self.rates[policy] - lru) / np.maximum(distance, 1e-9), 0.0)
@@ -67,7 +67,7 @@ class Comparison:
         return "\n".join(lines)
 
     def _gains(self, policy: str, index: int) -> str:
-        """The columns that compare a policy with LRU at a size."""
+        """The columns of a policy's gain over LRU at a size."""
         gain = 100 * (self.rates[policy][index] - self.rates["lru"][index])
         interval = f"{100 * self.low[policy][index]:+.2f} to {100 * self.high[policy][index]:+.2f}"
         return f"{gain:>+8.2f}{interval:>18}{self.closed(policy)[index]:>8.0%}"
@@ -143,10 +143,10 @@ def compare(
         rule,
         chosen,
         sizes,
-        {policy: found.rate for policy, found in hits.items()} | {"bound": belady(trace, sizes).rate},
+        {policy: counted.rate for policy, counted in hits.items()} | {"bound": belady(trace, sizes).rate},
         {policy: low for policy, (low, _) in intervals.items()},
         {policy: high for policy, (_, high) in intervals.items()},
-        {policy: np.quantile(found.uncached_tokens, (0.5, 0.95, 0.99), axis=1).T for policy, found in hits.items()},
+        {policy: np.quantile(counted.uncached_tokens, (0.5, 0.95, 0.99), axis=1).T for policy, counted in hits.items()},
     )
 
 

@@ -58,8 +58,8 @@ def submit(
       sampling: leaves [R], or scalars for all entries. None means greedy.
       stop_tokens: i32[K'] for all, or i32[R, K'], at most K; padded with -1.
       retention: arrays with a leading axis R, at most the `num_ranges` of `init_serving`.
-      sample_of: i32[R]; an earlier entry of the batch with the same prompt, to make this entry another sample of it; or
-        -1. Both run at the same time and share the computation of the prompt.
+      sample_of: i32[R]; an earlier entry of the batch with the same prompt, to make this entry another sample of it, or
+        -1 for none. Both run at the same time and share the computation of the prompt.
       logits_state: a tree of arrays [R, ...]; state that `logits_fn` gets with the first logits of each request.
 
     Returns:
@@ -67,8 +67,8 @@ def submit(
       status is the first that applies. BAD_REQUEST: no tokens, negative tokens or more tokens than there are, nothing
       to generate, or a sample with another prompt. The status of the parent, if it was refused. HELD: no slot is empty.
       ROW_FULL: the request does not fit into a row or its slot, or its samples have no rows. NO_BLOCKS: the request and
-        its samples do not fit into the cache next to the pinned blocks, even if they run alone and share as many pinned
-        blocks as possible. A refused entry takes no slot.
+      its samples do not fit into the cache next to the pinned blocks, even if they run alone and share as many pinned
+      blocks as possible. A refused entry takes no slot.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)

@@ -172,9 +172,11 @@ class Adaptive(Scored):
             block = self.due
             self.due = NONE
             if block == NONE or self.holders[block] or self.holds[block] == NONE or self.children[block]:
-                level = min(
-                    (level for level in queues if queues[level]), key=lambda n: (self.density_at(queues[n][0]), n)
-                )
+                heads = {level: queue[0] for level, queue in queues.items() if queue}
+                oldest = min(self.released[block] for block in heads.values())
+                factor = {level: 0.6 if self.released[block] == oldest else 1 for level, block in heads.items()}
+                densities = {level: factor[level] * self.density_at(block) for level, block in heads.items()}
+                level = min(densities, key=lambda level: (densities[level], level))
                 block = queues[level].popleft()
                 if self.children[block]:
                     self.parked.add(block)

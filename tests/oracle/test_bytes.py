@@ -317,7 +317,7 @@ def test_kv_after_a_hole_that_others_could_find_are_noticed(mistake, length, cou
     assert_noticed(CONFIGS["fast thinning"], history, mistake, noticed, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_of_rows_with_holes():
     tally = live(CONFIGS["fast thinning"], seed=1, steps=500).tally
     things = "hit", "merged", "slid", "fork", "truncate", "decode", "freed by thin", "left to others by thin"
@@ -348,6 +348,11 @@ def test_bytes_of_recurrent_layers():
 @pytest.mark.parametrize("name", ["fast mesh", "fast context"])
 def test_bytes_on_a_mesh(name):
     assert_happened(live(CONFIGS[name], seed=9, steps=500).tally, *HAPPENS, *ON_HOSTS, *ADOPTED)
+
+
+@pytest.mark.slow
+def test_bytes_of_pools_by_token():
+    assert_happened(live(CONFIGS["fast tokens"], seed=9, steps=500).tally, *HAPPENS, *ON_HOSTS, *ADOPTED)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 
 from kvjax._arrays import Pytree, add, count, fence, mix, pick, put, rank
 from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes
-from kvjax.research.simulators.replay import in_blocks, request_arrays
+from kvjax.research.simulators.replay import check_sound, in_blocks, request_arrays
 from kvjax.research.traces.trace import Trace
 from kvjax.spec import CacheSpec, make_spec
 from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy
@@ -74,11 +74,7 @@ def simulate(
     """
     arguments = _arguments(trace, policy, sizes, rule, policy_state)
     num_found, sound = _serve_all(*arguments) if len(trace) else (np.zeros((0, len(sizes)), np.int32), True)
-    if not np.all(sound):
-        raise ValueError(
-            f"policy: got {arguments[1]}, which named ineligible blocks, or too few; wanted a policy that passes "
-            "kvjax.testing.check_policy"
-        )
+    check_sound(arguments[1], sound)
     return Hits(trace, rule, check_sizes(sizes), np.asarray(num_found).T)
 
 

@@ -71,7 +71,7 @@ class Scores:
         self.layer = layer
 
     @property
-    def column(self) -> np.ndarray:
+    def column(self) -> Any:
         """i32[1, M]; the number of each column."""
         return np.arange(self.num_columns, dtype=np.int32)[None]
 
@@ -109,12 +109,12 @@ class Scores:
         """
         if columns is None:
             return jnp.sum(block_mass(*self._call, self._view, **self._options, last=last), axis=1)
-        columns = columns | (self.column >= self.first_own[:, None])
-        view = select_blocks(self._view, columns)
+        read: jax.Array = columns | (self.column >= self.first_own[:, None])
+        view = select_blocks(self._view, read)
         packed = jnp.sum(block_mass(*self._call, view, **self._options, last=last), axis=1)
-        columns = columns & self.all
-        source = jnp.cumsum(columns, axis=1, dtype=jnp.int32) - 1
-        return jnp.where(columns, jnp.take_along_axis(packed, jnp.maximum(source, 0), axis=1), 0.0)
+        scored = read & self.all
+        source = jnp.cumsum(scored, axis=1, dtype=jnp.int32) - 1
+        return jnp.where(scored, jnp.take_along_axis(packed, jnp.maximum(source, 0), axis=1), 0.0)
 
     def bounds(self, before: tuple[jax.Array, jax.Array] | None = None) -> tuple[jax.Array, jax.Array]:
         """The smallest and the largest keys of the blocks, f32[R, K, M, D] each, as `key_bounds`.

@@ -14,7 +14,7 @@ def sessions_of(trace: Trace) -> np.ndarray:
     """i64[R]; the session of each request, numbered from 0 by first request.
 
     Without `Trace.session`, sessions are inferred. A block with more than eight different next blocks, and all blocks
-    before it, belong to a prompt that sessions share. The first other block of a request names its session.
+    before it, belong to a shared prompt. The first other block of a request names its session.
 
     Example:
       >>> from kvjax import research
@@ -33,12 +33,12 @@ def sessions_of(trace: Trace) -> np.ndarray:
         num_shared = np.add.reduceat(is_shared, trace.starts[:-1]) if len(trace) else np.zeros(0, np.int64)
         column = np.minimum(num_shared, trace.lengths - 1)  # a prompt of shared blocks alone is named by its last
         names = trace.ids[trace.starts[:-1] + column]
-    _, first, number = np.unique(names, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[number]
+    _, first_request, name_index = np.unique(names, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first_request))[name_index]
 
 
 def split_sessions(trace: Trace) -> tuple[Trace, Trace]:
-    """Splits a trace into two halves: sessions that begin first, until they have half of the requests, and the rest.
+    """Splits a trace into two halves: the sessions that begin first, with half of the requests, and the rest.
 
     No session is in both halves. A shared prompt may be.
 

@@ -127,8 +127,11 @@ def test_a_comparison_counts_one_half_of_the_sessions(half, file, tmp_path, caps
 
     monkeypatch.setattr(__main__, "compare", compare)
     picture = tmp_path / "closed.png"
-    options = ["--policies", "lru", "t_lru", "--shares", "0.02", "0.3", "--plot", str(picture), *["--final"] * half]
-    printed, saved = run(file, tmp_path, capsys, "compare", "drawn:0", *options)
+    figures = tmp_path / "figures.json"
+    options = ["--policies", "lru", "t_lru", "--shares", "0.02", "0.3", *["--final"] * half]
+    main(["compare", str(file), "drawn:0", *options, "--plot", str(picture), "--json", str(figures)])
+    printed = capsys.readouterr().out
+    saved = json.loads(figures.read_text())
     for (ids, names, given), trace in zip(calls, (cut(100), draw_trace(0)), strict=True):
         assert ids == split_sessions(trace)[half].ids.tolist() and names == ["t_lru"]
         assert given["shares"] == [0.02, 0.3] and given["rule"] == "full"

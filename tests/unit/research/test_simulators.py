@@ -224,8 +224,9 @@ def test_a_policy_that_names_wrong_blocks_is_noticed():
 
     policy = EvictionPolicy(lambda num_ids: (), lambda pstate, blocks, ids, now: pstate, nobody, name="nobody")
     assert simulate(small_trace(), policy, [6]).blocks.tolist() == [[0, 0, 0, 0, 1, 1]]
-    with pytest.raises(ValueError, match=r"policy: got nobody\(\), which named ineligible blocks"):
-        simulate(small_trace(), policy, [3])
+    for run in (simulate, replay):
+        with pytest.raises(ValueError, match=r"policy: got nobody\(\), which named ineligible blocks"):
+            run(small_trace(), policy, [3])
 
 
 def test_the_balance_of_cost_aware_is_counted_in_blocks():

@@ -264,6 +264,21 @@ def test_a_mixed_view_reads_what_is_left(thinned):
         np.testing.assert_allclose(read[at], wanted(q[0, at], k, v, seq, position), atol=2e-6)
 
 
+def test_blocks_are_selected_among_those_that_are_left(thinned):
+    """The columns of a choice are the view's, which is packed."""
+    cache, k, v = thinned
+    view = VIEWS["view"](cache.state, np.ones(ROWS, np.int32), max_tokens=1)
+    choice = np.zeros((ROWS, COLUMNS), bool)
+    choice[:, 1] = True
+    q = np.random.default_rng(3).normal(size=(ROWS, 1, HEADS, WIDTH)).astype(np.float32)
+    read = ATTEND(q, cache.pools, kvjax.pools.select_blocks(view, choice))
+    for seq, length in enumerate(LENGTHS):
+        chosen = np.flatnonzero(~cache.state.seqs.holes[seq])[1]  # as the page says
+        position = length - 2
+        tokens = [t for t in range(position + 1) if t // SIZE in (chosen, position // SIZE)]
+        np.testing.assert_allclose(read[seq, 0], dense(q[seq, 0], k[seq], v[seq], tokens), atol=2e-6)
+
+
 @pytest.mark.long
 def test_caches_of_a_batch_are_thinned_each():
     states = jax.vmap(lambda size: kvjax.init(SPEC, num_blocks=size))(np.array([10, 12]))
