@@ -52,7 +52,7 @@ def call_sparse(
 
     Args:
       model: any model; if the policy has a state, its layers must not be in a scan.
-      tokens: i32[R, C]; as in `Model`, as are the next arguments.
+      tokens: i32[R, C]; the tokens, for a `Model`.
       pools: the K/V written so far.
       view: the positions of these tokens.
       last: i32[R], or None for the logits of all tokens.

@@ -57,12 +57,12 @@ class Followed(NamedTuple):
     """Predictions of a model that follows texts, token by token, after their prompts.
 
     Attributes:
-      log_probabilities: f32[S, T - num_prompt]; of each token after the prompt.
-      greedy: i32[S, T - num_prompt]; the token that the model would have chosen.
+      log_probabilities: f32[S, T - num_prompt]; the log-probability of each token after the prompt.
+      greedy: i32[S, T - num_prompt]; the model's own choice at each position.
       milliseconds: the median time of a step.
       blocks: blocks of a row at the last step.
-      blocks_read: the mean number of blocks that a layer reads of a row, at the last step.
-      blocks_held: the blocks of a row that a layer may still read, at the last step.
+      blocks_read: the mean number of a row's blocks read by a layer, at the last step.
+      blocks_held: the blocks of a row still readable by some layer, at the last step.
     """
 
     log_probabilities: np.ndarray
@@ -79,11 +79,11 @@ class Measurement(NamedTuple):
     Attributes:
       policy: the policy's name, "full" for full attention.
       budget: the share of blocks to read.
-      perplexity: of the tokens after the prompts.
+      perplexity: the perplexity of the tokens after the prompts.
       recall: the share of needles found, or None without needles.
       milliseconds: the median time of a step.
-      bytes_read: bytes of a row that a step reads in all layers with full attention.
-      bytes_held: bytes of a row that a later step may read there, a multiple of whole blocks.
+      bytes_read: a row's bytes read by a step, in all layers with full attention.
+      bytes_held: a row's bytes there that a later step may read.
     """
 
     policy: str
@@ -119,7 +119,7 @@ def study(
       dtype: dtype of the K/V.
 
     Yields:
-      A line for full attention, then one for each policy and budget.
+      A line for full attention, then a line for each policy and budget.
 
     Example:
       >>> from kvjax.research import sparsity
@@ -170,7 +170,7 @@ def follow(
     """Lets a model read prompts with full attention, and then follow the texts token by token under a policy.
 
     Args:
-      model: as in `study`, as are the next arguments.
+      model: a model, with its layers unrolled.
       layers: the specs of its layers.
       texts: the texts.
       policy: the policy. None reads all blocks.
@@ -217,7 +217,7 @@ class _Reader:
         return [self._follow(texts, said, jax.tree.map(jnp.copy, read), budget) for budget in budgets]
 
     def _read(self, texts: Texts) -> tuple[Any, ...]:
-        """Reads the prompts in equal chunks. Returns what the model says of the next tokens, and the cache."""
+        """Reads the prompts in equal chunks. Returns the model's predictions of the next tokens, and the cache."""
         spec = self.spec(texts)
         tokens = np.asarray(texts.tokens, np.int32)
         state = init(spec)
@@ -263,8 +263,8 @@ def _step(model, state, pools, states, tokens, num_tokens, following, budget, *,
     """Runs a chunk of each row's prompt, or the next token of each row.
 
     Returns:
-      What the model says of the tokens i32[S] `following`, (log-probability f32[S], greedy token i32[S]); the state,
-      the pools and the policy's states.
+      A pair for the tokens i32[S] `following`: their log-probabilities f32[S], and the model's choices i32[S]. Then
+      the state, the pools and the policy's states.
     """
     rows, width = tokens.shape
     if width == 1:
@@ -284,7 +284,7 @@ def _step(model, state, pools, states, tokens, num_tokens, following, budget, *,
 
 
 def _noted(policy: SparsityPolicy) -> SparsityPolicy:
-    """The policy with the columns that it chose last as a part of its state."""
+    """The policy with its last choice as a part of its state."""
 
     def choose(scores, state):
         columns, inner = policy.choose(scores, state[0])
