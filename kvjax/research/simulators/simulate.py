@@ -43,10 +43,11 @@ def simulate(
 ) -> Hits:
     """Finds the same blocks as `replay`, request by request, in a fraction of its time: nothing is hashed or compared.
 
-    For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens, keys and
-    retention. A policy is refused by name if it reads these. Use `replay` for it. The policy's choices are not all
-    rechecked, as the verbs do: an ineligible choice is an error only if it is noticed. `kvjax.testing.check_policy`
-    proves a policy.
+    For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens and retention.
+    A policy is refused by name if it reads these. Use `replay` for it. Keys are hashes of the trace's ids: equal for
+    equal prefixes, as in the verbs, but other numbers. So a policy with a table of hashed keys, such as `adaptive`, may
+    find a few other blocks than by `replay`. The policy's choices are not all rechecked, as the verbs do: an ineligible
+    choice is an error only if it is noticed. `kvjax.testing.check_policy` proves a policy.
 
     All caches run in a single program, compiled for each policy, rule, number of sizes, largest size, length of the
     longest prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and
