@@ -246,7 +246,7 @@ PAGE = """\
 # Compiled for TPUs
 
 **Compiled, not run.** No figure on this page is a speed. jax {jax} and libtpu {libtpu} compiled each program on a
-machine without a TPU. A cell has the bytes of temporaries in % of the pool's bytes. A test holds a limit of {limit:.0%}.
+machine without a TPU. A cell has the bytes of temporaries in % of the pool's bytes. A test limits it to {limit:.0%}.
 The pool is {pool} MiB of K/V: {layers} layers, {kv_heads} kv heads of width {width} in bfloat16, blocks of 16 tokens.
 int8 and heads of width 64 have half of it, int8 in blocks of 128 tokens. Seconds are those of a shared, busy machine.
 The programs:
