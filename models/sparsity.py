@@ -109,7 +109,7 @@ def _checkpoint(args: argparse.Namespace) -> tuple[Any, sparsity.Texts, sparsity
 
 
 def _needle(tokenizer: Any, filler: np.ndarray, needle_index: int, count: int) -> tuple[np.ndarray, int]:
-    """A text with a sentence at some depth, a question about it and its answer; and the length of the last two."""
+    """A text with a sentence at some depth, a question and its answer. Also the tokens of question and answer."""
     city = _CITIES[needle_index % len(_CITIES)]
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
     sentence = encode(f"\nThe secret word of {city} is {_WORDS[needle_index % len(_WORDS)]}.\n")
