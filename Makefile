@@ -16,6 +16,7 @@ OLDEST := .venv-jax0112
 TUNIX := .venv-tunix
 FLEET := .venv-fleet
 EVAL := .venv-eval
+TPU := .venv-tpu
 # Cells run for milliseconds and compile for seconds: with little optimisation, and no program twice.
 SPHINX = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.05 \
   JAX_COMPILATION_CACHE_DIR=$${JAX_COMPILATION_CACHE_DIR:-$(CURDIR)/out/programs} \
@@ -33,7 +34,7 @@ TOOLCHAIN := :
 endif
 
 .PHONY: help demo chat router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-eval test-mutations fingerprint \
-	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels lint ruff pyright format wheel docs docs-links
+	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels tpu-check lint ruff pyright format wheel docs docs-links
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -77,7 +78,7 @@ test-all: ## run everything, as each night: other seeds, specs, shapes and chips
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
-	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-fleet test-eval test-mutations wheel docs)
+	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-fleet test-eval tpu-check test-mutations wheel docs)
 
 test-oldest: ## run the default tests on the oldest jax; part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
@@ -133,6 +134,15 @@ gpu-kernels: ## show registers, spills and loops of kernels, without a GPU (ARGS
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_kernels $(ARGS)
+
+# libtpu's terms are those of Google Cloud: kvjax[tpu] names it, and no other environment installs it.
+tpu-check: ## compile for TPUs without one, in an environment of its own; part of test-all
+	@scripts/setup.sh $(TPU) test,tpu
+	@mkdir -p out/tpu
+	@for target in v5e v6e v4 v5p; do echo "== $$target"; \
+	  JAX_PLATFORMS=cpu $(TPU)/bin/python -m tests.kernels.tpu_compile $$target >out/tpu/$$target.json || exit 1; done
+	@$(TPU)/bin/python -m tests.kernels.tpu_compile page out/tpu
+	@KVJAX_TPU_RESULTS=out/tpu JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest -m slow tests/kernels/test_tpu_compile.py $(ARGS)
 
 # The pages' cells run at each build and share what they compile. Markdown twins of the pages are made of the same build.
 docs: ## build the site in out/docs, with each page as Markdown and llms.txt

@@ -104,7 +104,8 @@ def has_gpu() -> bool:
 
 def served(function: str) -> list[str]:
     """The implementations of a function on this machine, unless `tuning.switched` has switched them off."""
-    usable = [who for who in pallas_kernels.IMPLEMENTATIONS if has_gpu() or who not in pallas_kernels.PLATFORMS]
+    platforms = ("cuda", None) if has_gpu() else (None,)
+    usable = [who for who in pallas_kernels.IMPLEMENTATIONS if pallas_kernels.PLATFORMS.get(who) in platforms]
     return [who for who in usable if who in ("xla", tuning.SWITCHED.get(function, who))]
 
 

@@ -8,7 +8,6 @@ SmolLM2 need `--checkpoint SmolLM2-135M-Instruct.Q4_1.gguf`, a file of the packa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import pathlib
@@ -59,6 +58,7 @@ PROGRAM = '''def total_price(items, tax_rate):
         total = total + price
     return total + total * tax_rate
 '''
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 TASKS = {
     "rewrite": (
         f"Rewrite the following text exactly as it is, but change the name Elmsworth to Oakport.\n\n{HARBOUR}",
@@ -81,11 +81,11 @@ TASKS = {
 
 
 def prompts_of(tokenizer: Any, task: str, num_rows: int) -> list[list[int]]:
-    """Different prompts of a task, in the chat format of SmolLM2."""
+    """Different prompts of a task, in the format of SmolLM2's chat template."""
     turns = []
-    for number, text in zip(range(num_rows), itertools.cycle(TASKS[task])):
+    for number, text in zip(range(num_rows), itertools.cycle(TASKS[task]), strict=False):
         name = f"You are assistant {number}. " if number > 1 else ""
-        turns.append(f"<|im_start|>user\n{name}{text}<|im_end|>\n<|im_start|>assistant\n")
+        turns.append(f"{SYSTEM}<|im_start|>user\n{name}{text}<|im_end|>\n<|im_start|>assistant\n")
     return [tokenizer.encode(turn, add_special_tokens=False).ids for turn in turns]
 
 
@@ -96,17 +96,16 @@ def documents(num_rows: int) -> list[list[int]]:
 
 
 class Answers:
-    """Answers to prompts that are in a cache, with or without a drafter."""
+    """Answers to prompts of up to `length` tokens that are in a cache, with or without a drafter."""
 
-    def __init__(self, model: Any, prompts: list[list[int]], max_new_tokens: int, stop_tokens: Any):
-        length = max(map(len, prompts)) + max_new_tokens
+    def __init__(self, model: Any, prompts: list[list[int]], length: int, max_new_tokens: int, stop_tokens: Any):
         self._model = model
         self._cache = kvjax.Cache.create(
             kvjax.make_spec(
                 model.layer_specs(),
-                num_blocks=len(prompts) * (length // 16 + 2),
+                num_blocks=len(prompts) * ((length + max_new_tokens) // 16 + 2),
                 max_seqs=len(prompts),
-                max_length=length,
+                max_length=length + max_new_tokens,
                 block_size=16,
                 dtype="float32",
             )
@@ -121,10 +120,27 @@ class Answers:
         return [output.tokens for output in self.outputs]
 
 
-SIZES = {
-    "checkpoint": ("", ""), "num_tokens": 6, "max_drafts": 16, "pass_cost": 0.7, "max_new_tokens": (128, 8),
+def figures_of(name: str, answers: Answers, drafter: Drafter, rounds: int) -> dict[str, float]:
+    """The figures of a task: how much faster its answers are with drafts."""
+    programs = {way: functools.partial(answers.run, each) for way, each in (("plain", None), ("ngram", drafter))}
+    took, tokens = common.in_turns(programs, rounds, same=lambda a, b: a == b)
+    num_tokens = sum(map(len, tokens["plain"]))
+    return {
+        name: took["plain"].wall / took["ngram"].wall,
+        f"{name}_plain_tokens_per_s": num_tokens / took["plain"].wall,
+        f"{name}_drafted": sum(output.drafted_tokens for output in answers.outputs),
+        f"{name}_accepted": sum(output.accepted_tokens for output in answers.outputs),
+    }
+
+
+SIZES: dict[str, Any] = {
+    "checkpoint": ("", ""),
+    "num_tokens": 8,
+    "max_drafts": 16,
+    "pass_cost": 0.7,
+    "max_new_tokens": (128, 8),
     "rows": ([1, 8], [1]),
-}  # fmt: skip
+}
 
 
 @benchmark(BARS, SIZES, rounds=(5, 1))
@@ -136,16 +152,9 @@ def measure(size):
     if size.checkpoint:
         tasks = {task: functools.partial(prompts_of, tokenizer, task) for task in TASKS}
     drafter = ngram(size.num_tokens, max_drafts=size.max_drafts, pass_cost=size.pass_cost)
-    for num_rows, (task, make_prompts) in itertools.product(size.rows, tasks.items()):
-        answers = Answers(model, make_prompts(num_rows), size.max_new_tokens, stop_tokens)
-        name = f"{task}_{num_rows}"
-        programs = {name: functools.partial(answers.run, each) for name, each in (("plain", None), ("ngram", drafter))}
-        took, tokens = common.in_turns(programs, size.rounds, same=lambda a, b: a == b)
-        num_tokens = sum(map(len, tokens["plain"]))
-        stats = [dataclasses.asdict(output) for output in answers.outputs]
-        yield {
-            name: took["plain"].wall / took["ngram"].wall,
-            f"{name}_plain_tokens_per_s": num_tokens / took["plain"].wall,
-            f"{name}_drafted": sum(each["drafted_tokens"] for each in stats),
-            f"{name}_accepted": sum(each["accepted_tokens"] for each in stats),
-        }
+    for num_rows in size.rows:
+        prompts = {task: make_prompts(num_rows) for task, make_prompts in tasks.items()}
+        length = max(map(len, itertools.chain(*prompts.values())))  # the same for all tasks, which share programs
+        for task, texts in prompts.items():
+            answers = Answers(model, texts, length, size.max_new_tokens, stop_tokens)
+            yield figures_of(f"{task}_{num_rows}", answers, drafter, size.rounds)

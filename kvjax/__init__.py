@@ -16,7 +16,7 @@ from kvjax.cache import Cache
 from kvjax.debug import check, show
 from kvjax.events import Events, Status, fold, to_list
 from kvjax.policies import Retention, by_score, lru
-from kvjax.pools import apply, attend, init_pools, ragged, recur, rope_write, view, write
+from kvjax.pools import apply, attend, init_pools, ragged, recur, rest, rope_write, view, write
 from kvjax.serving import Sampling, generate, rollout, run_batch, score, step, stream
 from kvjax.sizing import plan
 from kvjax.spec import CacheSpec, LayerSpec, make_spec
@@ -40,7 +40,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "init", "admit", "lookup", "extend", "commit", "fork", "truncate", "thin", "trim", "release", "beam_step", "pin",
     "unpin", "evict", "forget_namespaces", "reset",
     # bytes
-    "init_pools", "write", "rope_write", "apply", "attend", "recur", "view", "ragged",
+    "init_pools", "write", "rope_write", "apply", "attend", "recur", "view", "ragged", "rest",
     # events
     "Events", "Status", "to_list", "fold",
     # eviction

@@ -264,9 +264,12 @@ class Cache(AnyCache, Pytree):
         tokens = integers("tokens", tokens, (*rows, "C"))
         count = integers("count", count, rows)
         last = jnp.maximum(count - 1, 0) if logits == "last" else None
-        # The model must write nothing for a row that `commit` refuses. A recurrent layer would overwrite its snapshot.
-        computable = jnp.where(is_refused(self.state, tokens, count, seqs), 0, count)
+        # The model writes nothing for a row that `commit` refuses: a recurrent layer would overwrite its snapshot.
+        refused = is_refused(self.state, tokens, count, seqs)
+        computable = jnp.where(refused, 0, count)
         computed, pools = call(model, tokens, self.pools, self.view(computable, tokens.shape[1], seqs), last)
+        # NaN, so nobody takes the logits of a refused row for an answer.
+        computed = jnp.where(jnp.expand_dims(refused, range(1, computed.ndim)), jnp.nan, computed)
         after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
         return after, computed, events
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, cast
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax._arrays import alive
-from kvjax._compile import own_transfers
+from kvjax._compile import log, own_transfers
 from kvjax.layers import is_integer as is_integer
 from kvjax.layers import static_int as static_int
 from kvjax.spec import CacheSpec
@@ -27,12 +28,15 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
 
     It also refuses a donated state, except inside your own jitted call, because jax has read the arguments before.
     """
+    is_verb = verb.__module__.startswith("kvjax.verbs.")
 
     @functools.wraps(verb)
     @own_transfers()
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(state, CacheState):
             check_alive(state, name="state")
+            if is_verb and not _is_traced(state.seqs.length, args, kwargs):
+                _count_eager_call(verb, kwargs)
             return verb(state, *args, **kwargs)
         kind = type(state).__name__
         name = verb.__name__
@@ -43,6 +47,26 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
         raise ValueError(f"state: got a {kind}, wanted {wanted}")
 
     return cast(F, call)
+
+
+_eager_calls: dict[str, int] = {}  # of each verb in this process
+
+
+def _count_eager_call(verb: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Counts a call of a verb outside jit. The second call is reported in the log: jax compiles each of them anew."""
+    name = verb.__name__
+    _eager_calls[name] = _eager_calls.get(name, 0) + 1
+    if _eager_calls[name] != 2:
+        return
+    homes = [home for home in ("kvjax", "kvjax.tiers", "kvjax.stores") if hasattr(sys.modules.get(home), name)]
+    path = f"{homes[0] if homes else verb.__module__}.{name}"
+    static = tuple(option for option in static_options(verb) if option in options)
+    static_argnames = f", static_argnames={static!r}" if static else ""
+    log.warning(
+        "%s was called outside jit a second time, and each such call compiles for seconds. Write once "
+        "%s = jax.jit(%s%s), or the same with kvjax.Cache.%s, and call the result",
+        *(name, name, path, static_argnames, name),
+    )
 
 
 class MadeByCreate:
@@ -65,9 +89,14 @@ def check_alive(*trees: Any, name: str = "cache") -> None:
 
 
 def check_on_host(name: str, arguments: Any, instead: str) -> None:
-    """Raises a ValueError if called while a program is traced. Under `vmap` only the arguments are tracers."""
-    if any(isinstance(leaf, Tracer) for leaf in [jnp.empty(()), *jax.tree.leaves(arguments)]):
+    """Raises a ValueError if called while a program is traced. Under `vmap` only the arguments show it."""
+    if _is_traced(arguments):
         raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
+
+
+def _is_traced(*arguments: Any) -> bool:
+    """Whether a program is traced at present. Under `vmap` only the arguments show it."""
+    return any(isinstance(leaf, Tracer) for leaf in [*jax.tree.leaves(arguments), jnp.empty(())])
 
 
 def array_of(name: str, value: Any, wanted: str) -> jax.Array:

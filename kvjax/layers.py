@@ -12,8 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.by_token import token_rows
+
 QUANTISED = ("int8", "float8_e4m3fn")
 DTYPES = ("bfloat16", "float16", "float32", *QUANTISED)  # of K/V
+LAYOUTS = ("heads", "tokens")  # of K/V in a pool
 NUM_TOKENS = "num_tokens"  # the array of a snapshot with the number of tokens before it
 
 
@@ -152,6 +155,7 @@ class PoolSpec:
       dtype: the name of the dtype of K/V. An int8 or float8_e4m3fn pool is quantised, with a float32 scale for each
         token and head. A recurrent layer's arrays have dtypes of their own.
       values, arrays: see `LayerSpec`.
+      layout: the order of a block's bytes in a pool: "heads" or "tokens". See `make_spec`.
     """
 
     layers: tuple[int, ...]
@@ -160,6 +164,7 @@ class PoolSpec:
     dtype: str = "bfloat16"
     values: int | None = None
     arrays: tuple[StateArray, ...] = ()
+    layout: str = "heads"
 
     def __post_init__(self):
         if not self.arrays:
@@ -171,10 +176,16 @@ class PoolSpec:
         """Whether the pool has scales."""
         return self.dtype in QUANTISED and not self.arrays
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a block in the pool is [P, R, W], as in `pallas_kernels.by_token`."""
+        return self.layout == "tokens"
+
     def block_shape(self, block_size: int) -> Any:
         """The shape and dtype of a layer's block, a `jax.ShapeDtypeStruct`: [2, K, P, D], or [1, 1, P, D] for latents.
 
-        A block of a recurrent layer is a snapshot: a dict of its arrays and the number of tokens before it, i32[].
+        Blocks outside of pools have this shape whatever the layout. A block of a recurrent layer is a snapshot: a dict
+        of its arrays and the number of tokens before it, i32[].
         """
         if self.arrays:
             arrays = {array.name: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for array in self.arrays}
@@ -182,15 +193,24 @@ class PoolSpec:
         parts = 2 if self.values is None else 1
         return jax.ShapeDtypeStruct((parts, self.kv_heads, block_size, self.head_dim), jnp.dtype(self.dtype))
 
+    def pool_shape(self, block_size: int) -> Any:
+        """`block_shape`, or the shape [P, R, W] of a block in a pool by token."""
+        block = self.block_shape(block_size)
+        if not self.by_token:
+            return block
+        return jax.ShapeDtypeStruct((block_size, *token_rows(self.kv_heads, self.head_dim)), block.dtype)
+
     @property
     def mesh_axes(self) -> Any:
-        """The `MeshAxes` of the pool's arrays, `[N + 1, L, *block_shape]`. The single head of latents is not divided.
+        """The `MeshAxes` of the pool's arrays, `[N + 1, L, *pool_shape]`. The single head of latents is not divided.
 
         Pools of layers with a window or a state are never divided by tokens, whatever these axes say.
         """
         if self.arrays:
             axes = {array.name: MeshAxes(None if array.axis is None else 2 + array.axis) for array in self.arrays}
             return {NUM_TOKENS: MeshAxes()} | axes
+        if self.by_token:
+            return MeshAxes(3)
         return MeshAxes(3 if self.values is None else None, 4)
 
     def block_bytes(self, block_size: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.pools.device import Pools
+from kvjax.pools.lineage import Lineage, Probe, recording
 from kvjax.pools.views import View
 
 # Flax's errors for layers that draw random numbers, count, or keep averages.
@@ -106,15 +107,22 @@ def _forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: ja
     return result
 
 
-def call(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None) -> tuple[jax.Array, Pools]:
-    """Calls the model as `Model` describes. Returns its logits and pools.
+def call(
+    model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None, probe: Probe | None = None
+) -> tuple[jax.Array, Pools]:
+    """Calls the model as `Model` describes. Returns its logits and pools. A `probe` sees its layers.
 
     Raises:
-      ValueError: if the model has another signature or result, or cannot give all logits.
+      ValueError: if the model has another signature or result, cannot give all logits, loses K/V, or reads K/V that
+        it has not written.
     """
+    lineage = Lineage(pools, probe)
     try:
-        result = model(tokens, pools, view, last=last)
+        with recording(lineage):
+            result = model(tokens, pools, view, last=last)
     except Exception as error:
+        if lineage.has_failed:
+            raise
         if isinstance(error, TypeError):  # perhaps from inside the model
             _check_signature(model, error)
         if type(error).__name__ in _STATEFUL:
@@ -128,6 +136,7 @@ def call(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Ar
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], Pools):
         raise ValueError(f"model: got {_described(result)} for {argument}, wanted {wanted}")
     logits, pools = result
+    lineage.check_result(pools)
     if len(jnp.shape(logits)) != len(shape) + 1 or jnp.shape(logits)[:-1] != shape:
         raise ValueError(f"model: got logits {_described(logits)} for {argument}, wanted {wanted}")
     return logits, pools

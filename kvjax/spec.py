@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvjax.layers import LAYOUTS, QUANTISED, kv_dtype, set_ints, static_int
 from kvjax.layers import LayerSpec as LayerSpec
 from kvjax.layers import PoolSpec as PoolSpec
 from kvjax.layers import StateArray as StateArray
-from kvjax.layers import kv_dtype, set_ints, static_int
+from pallas_kernels import lowers_for
 
 __all__ = ["CacheSpec", "GroupSpec", "Kind", "LayerSpec", "PoolSpec", "StateArray", "make_spec"]
 
@@ -102,7 +103,7 @@ class GroupSpec:
             jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // block_size
         )
 
-    def keeps(self, column: jax.Array | np.ndarray, written: jax.Array, block_size: int) -> jax.Array:
+    def keeps(self, column: jax.Array | np.ndarray, written: Any, block_size: int) -> jax.Array:
         """bool[...]; whether a row with `written` tokens holds its block in `column`; always true without a window."""
         return (jnp.asarray(column) * block_size < self.sink_tokens) | (
             column >= self.first_column(written, block_size)
@@ -258,6 +259,7 @@ def make_spec(
     retention: bool = False,
     offload_min_priority: int = 0,
     thinning: bool = False,
+    layout: str | None = None,
 ) -> CacheSpec:
     """Describes a cache for a model's layers.
 
@@ -280,6 +282,9 @@ def make_spec(
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
       thinning: whether `thin` may let go of blocks in the middle of rows. Each view then packs the blocks that its rows
         still read.
+      layout: the order of a block's K/V in a pool: "heads", or "tokens", in which a TPU's attention kernel reads them.
+        Blocks outside of pools, such as those of a save, are the same for both. Latents, states and quantised K/V have
+        "heads" alone. None chooses "tokens" in a process with a TPU where it can, else "heads".
 
     Returns:
       The spec. Layers are grouped by window: full attention first, then windows from small to large, then recurrent
@@ -301,7 +306,9 @@ def make_spec(
     max_length = static_int("max_length", max_length, 1)
     max_seqs = static_int("max_seqs", max_seqs, 1)
     max_blocks = -(-max_length // block_size)
-    groups = _groups(layers, kv_dtype(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
+    dtype = kv_dtype(dtype)
+    layout = _layout(layout, dtype)
+    groups = _groups(layers, dtype, layout, num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
     if partial_reuse is None:
         partial_reuse = not any(group.recurrent for group in groups)
     spec = CacheSpec(
@@ -330,6 +337,7 @@ _Key = tuple[bool, int | None, int]  # of a group: whether it is recurrent, its 
 def _groups(
     layers: Sequence[LayerSpec],
     dtype: str,
+    layout: str,
     num_blocks: int | Mapping[int | str | None, int],
     num_host_blocks: int | Mapping[int | str | None, int],
     max_held: int,
@@ -338,7 +346,7 @@ def _groups(
 
     A bare first group has `max_held` blocks, enough for all rows, plus as many as the other groups.
     """
-    pools = _pools(layers, dtype)
+    pools = _pools(layers, dtype, layout)
 
     def group(key: _Key) -> GroupSpec:
         recurrent, window, sink_tokens = key
@@ -358,7 +366,18 @@ def _groups(
     return group(full), *rest
 
 
-def _pools(layers: Sequence[LayerSpec], dtype: str) -> dict[_Key, list[PoolSpec]]:
+def _layout(layout: str | None, dtype: str) -> str:
+    """Returns the layout of K/V, or raises a ValueError."""
+    if layout is None:
+        return "tokens" if lowers_for("tpu") and dtype not in QUANTISED else "heads"
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted None or one of {LAYOUTS}")
+    if layout == "tokens" and dtype in QUANTISED:
+        raise ValueError(f"layout: got 'tokens' for K/V in {dtype}, wanted 'heads', the layout of quantised K/V")
+    return layout
+
+
+def _pools(layers: Sequence[LayerSpec], dtype: str, layout: str) -> dict[_Key, list[PoolSpec]]:
     """Returns the pools of each group's layers."""
     layer_indices: dict[_Key, dict[tuple[Any, ...], list[int]]] = {}
     if not isinstance(layers, Iterable):
@@ -373,7 +392,15 @@ def _pools(layers: Sequence[LayerSpec], dtype: str) -> dict[_Key, list[PoolSpec]
         layer_indices.setdefault(key, {}).setdefault(shape, []).append(layer_index)
     return {
         key: [
-            PoolSpec(tuple(of_shape), heads, width, dtype, values, arrays)
+            PoolSpec(
+                tuple(of_shape),
+                heads,
+                width,
+                dtype,
+                values,
+                arrays,
+                "heads" if arrays or values is not None else layout,
+            )
             for (heads, width, values, arrays), of_shape in shapes.items()
         ]
         for key, shapes in layer_indices.items()

@@ -186,8 +186,9 @@ class EvictionPolicy(NamedTuple):
 
     Attributes:
       init: (num_ids: int) -> pstate.
-      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` (NO_BLOCK is padding)
-        have lost their last holder and stay cached. They are in the order in which they should be evicted.
+      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` have lost their last
+        holder and stay cached. They are in the order in which they should be evicted. Padding is NO_BLOCK if the policy
+        is `idle`, or else num_ids, which jax drops from a scatter. `kvjax.testing.check_policy` tries both.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate). It names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which blocks it may name, each after
         all its findable children. A block that is not eligible now may be eligible in the next call, so it must keep
@@ -216,8 +217,9 @@ class EvictionPolicy(NamedTuple):
     parameters: tuple[tuple[str, Any], ...] = ()
 
     def touched(self, pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
-        """Returns the policy's state after `touch`, or the old state if all ids are padding."""
-        new = self._as_before("touch", self.touch(pstate, blocks, ids, now), pstate)
+        """Returns the policy's state after `touch`, or the old state if there is no id."""
+        dropped = self._dropped(ids, blocks.fill.shape[0])
+        new = self._as_before("touch", self.touch(pstate, blocks, dropped, now), pstate)
         return self._where(lambda: jnp.any(ids >= 0), new, pstate)
 
     def chosen(
@@ -232,10 +234,17 @@ class EvictionPolicy(NamedTuple):
         ids, new = result
         return ids, self._where(lambda: wanted > 0, self._as_before("victims", new, pstate), pstate)
 
-    def forgot(self, pstate: Any, ids: jax.Array) -> Any:
-        """Returns the policy's state after `forget`, or the old state if all ids are padding."""
-        new = pstate if self.forget is None else self._as_before("forget", self.forget(pstate, ids), pstate)
+    def forgot(self, pstate: Any, blocks: Blocks, ids: jax.Array) -> Any:
+        """Returns the policy's state after `forget`, or the old state if there is no id."""
+        if self.forget is None:
+            return pstate
+        dropped = self._dropped(ids, blocks.fill.shape[0])
+        new = self._as_before("forget", self.forget(pstate, dropped), pstate)
         return self._where(lambda: jnp.any(ids >= 0), new, pstate)
+
+    def _dropped(self, ids: jax.Array, num_ids: int) -> jax.Array:
+        """The ids with `num_ids` for padding, which jax drops from a scatter: NO_BLOCK would be the last block."""
+        return ids if self.idle else jnp.where(ids >= 0, ids, num_ids)
 
     def _as_before(self, function: str, new: Any, old: Any) -> Any:
         """Checks the state returned by a function of the policy: it must have the same arrays as before."""

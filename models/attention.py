@@ -65,16 +65,16 @@ class Paged:
     layer_index: int
     turn: ScanPosition | None = None
 
-    def attend(self, cache, q, kv, angles, *, window, scale, sinks):
+    def attend(self, cache, q, kv, angles, *, scale, sinks):
         """Attends from q [R, C, Q, D] to the cache after writing `kv`, which is k and v [R, C, K, D].
 
         `angles` rotate q and k here. If `kv` is the index of an earlier layer, q attends to that layer's keys and
-        values, and nothing is written. `window`, `scale` and `sinks` go to `kvjax.attend`.
+        values, and nothing is written. `scale` and `sinks` go to `kvjax.attend`, which knows the layer's window.
 
         Returns:
           The mixed values [R, C, Q, D], and the cache.
         """
-        options: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks}
+        options: dict[str, Any] = {"scale": scale, "sinks": sinks}
         if isinstance(kv, int):
             return kvjax.attend(rotate(q, angles), cache, kv, self.view, **options), cache
         k, v = kv
@@ -111,16 +111,18 @@ class Dense:
     Attributes:
       layer_index: the layer.
       is_reused: whether other layers attend to its keys and values.
+      window: the layer's window. None means no limit.
     """
 
     layer_index: int
     is_reused: bool
+    window: int | None = None
 
-    def attend(self, cache, q, kv, angles, *, window, scale, sinks):
+    def attend(self, cache, q, kv, angles, *, scale, sinks):
         """See `Paged`."""
         k, v = cache[kv] if isinstance(kv, int) else (rotate(kv[0], angles), kv[1])
         cache = {**cache, self.layer_index: (k, v)} if self.is_reused else cache
-        return dense_attention(rotate(q, angles), k, v, window, scale, sinks), cache
+        return dense_attention(rotate(q, angles), k, v, self.window, scale, sinks), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
         """See `Paged`."""
@@ -175,7 +177,7 @@ class Attention(nnx.Module):
             v = k if layer.keys_are_values else self.v_proj(x)
             kv = self._heads(k, self.k_norm), self._heads(v, self.v_norm)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        y, cache = mixing.attend(cache, q, kv, angles, window=layer.window, scale=self.scale, sinks=sinks)
+        y, cache = mixing.attend(cache, q, kv, angles, scale=self.scale, sinks=sinks)
         y = y if gate is None else y * jax.nn.sigmoid(gate)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 

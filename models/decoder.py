@@ -165,7 +165,8 @@ class Decoder(nnx.Module):
         reused = {layer.reuses for layer in self.config.layers}
 
         def mixing(layer_index: int, _: ScanPosition | None) -> Mixing:
-            return Dense(layer_index, layer_index in reused)
+            window = getattr(self.config.layers[layer_index], "window", None)  # other mixers have none
+            return Dense(layer_index, layer_index in reused, window)
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self._stream(tokens, positions, mixing, {}, tokens.shape[1])

@@ -56,7 +56,7 @@ class PagedModel(Pytree, static=("decoder",)):
         def mix(layer_index: int, heads: Heads) -> jax.Array:
             nonlocal pools
             pools = write(pools, layer_index, heads.k, heads.v, view)
-            return attend(heads.q, pools, layer_index, view, scale=heads.scale, window=heads.window)
+            return attend(heads.q, pools, layer_index, view, scale=heads.scale)
 
         logits = self.decoder.logits(self.arrays, tokens, _Cache(view.positions, mix), last)
         return logits.astype(jnp.float32), pools

@@ -27,14 +27,14 @@ __all__ = ["IMPLEMENTATIONS", "PLATFORMS", "call", "lowering_for", "lowers_for"]
 
 # The modules' names in order of preference. `tuning.FIRST` overrides the order for a function. `call` imports a module
 # when it is first used, because the import of Mosaic takes a third of jax's import time.
-IMPLEMENTATIONS = ("triton", "mosaic", "xla")
+IMPLEMENTATIONS = ("triton", "mosaic", "tpu", "xla")
 # The platform of an implementation. Without an entry it runs everywhere.
-PLATFORMS = {"triton": "cuda", "mosaic": "cuda"}
+PLATFORMS = {"triton": "cuda", "mosaic": "cuda", "tpu": "tpu"}
 _lowered_for = jax.make_user_context(None)  # a part of the keys of jax's caches
 
 
 def lowering_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """A context in which traces use the kernels of a platform, "cuda", even if this process has no such device.
+    """A context in which traces use the kernels of a platform, "cuda" or "tpu", even without such a device.
 
     Outside of this context a program has kernels only if the process has a device for them, so a CPU does not pay for
     tracing them. For example, on a machine without a GPU `jax.export` for CUDA exports plain XLA.

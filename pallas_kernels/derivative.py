@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import xla
+from pallas_kernels.by_token import blocks_by_head, head_shape, is_by_token
 from pallas_kernels.xla import gather_blocks
 from pallas_kernels.xla_attention import seen_slots
 
@@ -86,7 +87,7 @@ def _attend(
 ):
     """Attends as `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
     num_tiles, chunk, _, width = q.shape
-    parts, kv_heads, size = pool.shape[2:5]
+    parts, kv_heads, size = head_shape(pool.shape, width)[2:5]
     position, length = seen_slots(first, count, chunk, window, stride, offset)
     slot = jnp.arange(tables.shape[1] * size, dtype=jnp.int32)[None]
     is_seen = (slot[None] <= position[:, :, None]) & (slot < length[:, None])[:, None]
@@ -96,6 +97,8 @@ def _attend(
 
     def fetch(array, width):  # 0 * NaN is NaN, so slots that no query sees are 0
         array = array.at[tables, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        if is_by_token(pool):
+            array = blocks_by_head(array, width)
         array = jnp.moveaxis(array.reshape(*array.shape[:5], width), (2, 3), (0, 2)).astype(jnp.float32)
         return jnp.where(is_read, array.reshape(parts, num_tiles, kv_heads, -1, width), 0.0)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import tuning
+from pallas_kernels.by_token import check_by_head
 from pallas_kernels.mosaic_attention import ROWS, attend
 from pallas_kernels.schedule import query_tiles, split_lengths
 
@@ -149,6 +150,7 @@ def prefill_attention(
 
 def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
     """Raises NotImplementedError for calls that the kernel does not support."""
+    check_by_head("mosaic", pool)
     size, width = pool.shape[4:]
     if not interpret and tuning.chip() != "hopper":
         raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'this device'}")

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import tuning
+from pallas_kernels.by_token import check_by_head
 from pallas_kernels.schedule import Work, query_tiles
 from pallas_kernels.triton_words import WORD, as_words, power_below, unpack
 from pallas_kernels.tuning import Programs
@@ -214,6 +215,7 @@ def prepare(
     in_words=False,
 ) -> tuple[Static, Operands]:
     """The parameters and the operands of a kernel. Raises NotImplementedError if no kernel can serve."""
+    check_by_head("triton", pool)
     _, heads, width = q.shape
     kv = as_words(pool) if in_words else pool.reshape(-1, width)
     check_reach(kv)

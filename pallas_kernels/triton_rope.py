@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.by_token import check_by_head
 from pallas_kernels.quantise import round_by, scale_for
 from pallas_kernels.rotary import rotate_halves
 from pallas_kernels.triton_attention import check_reach, converts_fp8
@@ -135,6 +136,7 @@ def slot_row(shape, slot, layer, kv_part, head):
 
 def check_append(pool):
     """Raises NotImplementedError for a pool without a kernel to write into it."""
+    check_by_head("triton", pool)
     check_reach(pool)
     if pool.dtype == jnp.float8_e4m3fn and not converts_fp8():
         raise NotImplementedError("triton: nothing converts to float8_e4m3fn on a GPU before sm_89")

@@ -8,6 +8,8 @@ block tables, M blocks per row, T tokens in a call, Q query heads.
 
 A pool of latents is `[N + 1, L, 1, 1, P, D]`: V is the first `values` columns of K, which all query heads share.
 
+A pool by token is `[N + 1, L, P, R, W]` (`pallas_kernels.by_token`). It is never quantised.
+
 A quantised pool is int8 or float8_e4m3fn, together with `scales` f32[N + 1, L, 2, K, P], a scale per token, head and K
 or V: the K/V are pool * scale. The functions that move blocks of a pool also move blocks of scales.
 
@@ -18,12 +20,15 @@ contents never reach a result.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.by_token import is_by_token, to_tokens
 from pallas_kernels.quantise import quantise
 from pallas_kernels.rotary import rotate
 from pallas_kernels.xla_attention import decode_attention, prefill_attention
@@ -62,10 +67,14 @@ def append_kv(
       too.
     """
     scratch = pool.shape[0] - 1
-    size = pool.shape[4]
+    size = pool.shape[2 if is_by_token(pool) else 4]
     block = slots // size
     # Every dropped token gets a different index beyond the pool, so XLA may assume distinct indices.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
+    if is_by_token(pool):
+        target = pool.at[block, layer, slots % size]
+        rows = to_tokens(k, v, pool).astype(pool.dtype)
+        return target.set(rows, mode="drop", wrap_negative_indices=False, unique_indices=True)
     kv = jnp.stack([k] if v is None else [k, v], axis=1)
 
     def put(array, new):
@@ -88,6 +97,7 @@ def rope_append(
     layer: jax.Array | int,
     slots: jax.Array,
     scales: jax.Array | None = None,
+    append: Callable[..., Any] | None = None,
 ):
     """Rotates Q and K by their tokens' positions, and writes K and V into their slots as `append_kv`.
 
@@ -101,6 +111,7 @@ def rope_append(
       layer: i32[].
       slots: i32[T]; see `append_kv`.
       scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place if donated.
+      append: a function to write K and V. Defaults to `append_kv`.
 
     Returns:
       The rotated q, also for dropped tokens, the pool, and with `scales` the scales. Rotated vectors are rounded to
@@ -109,12 +120,17 @@ def rope_append(
     # Rotates before the reshape. With other axes XLA would fuse the preceding norms differently, and the bits would
     # differ.
     k, v = (x.reshape(-1, *x.shape[-2:]) for x in (rotate(k, (cos, sin)), v))
-    written = append_kv(pool, layer, k, v, slots, scales)
+    written = (append or append_kv)(pool, layer, k, v, slots, scales)
     return rotate(q, (cos, sin)), *((written,) if scales is None else written)
 
 
 def copy_blocks(
-    pool: jax.Array, sources: jax.Array, targets: jax.Array, count: jax.Array, tokens: jax.Array | None = None
+    pool: jax.Array,
+    sources: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+    tokens: jax.Array | None = None,
+    as_rows: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Copies blocks inside a pool, in order, in place if the pool is donated. Costs `count` copies.
 
@@ -123,8 +139,10 @@ def copy_blocks(
       sources: i32[E]; pool rows.
       targets: i32[E]; pool rows.
       count: i32[]; the number of leading entries to copy.
-      tokens: i32[E]; the number of leading slots of each block to copy. None means whole blocks.
+      tokens: i32[E]; the number of leading slots of each block to copy, for a pool by head. None means whole blocks.
+      as_rows: a function that gives the pool the shape in which its blocks are copied. Defaults to a CPU's best shape.
     """
+    as_rows = as_rows or _as_rows
 
     def copy(i, rows):
         block = lax.dynamic_index_in_dim(rows, sources[i], allow_negative_indices=False)
@@ -134,7 +152,7 @@ def copy_blocks(
             block = jnp.where(slot.reshape(block.shape) < tokens[i], block, old)
         return lax.dynamic_update_index_in_dim(rows, block, targets[i], 0, allow_negative_indices=False)
 
-    return lax.fori_loop(0, count, copy, _as_rows(pool)).reshape(pool.shape)
+    return lax.fori_loop(0, count, copy, as_rows(pool)).reshape(pool.shape)
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
@@ -164,7 +182,13 @@ def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
     return matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False).reshape(-1, *shape, size, width)
 
 
-def scatter_blocks(pool: jax.Array, staged: jax.Array, blocks: jax.Array, count: jax.Array) -> jax.Array:
+def scatter_blocks(
+    pool: jax.Array,
+    staged: jax.Array,
+    blocks: jax.Array,
+    count: jax.Array,
+    as_rows: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
     """Writes stacked blocks into a pool, in place if the pool is donated. Costs `count` blocks.
 
     Args:
@@ -172,11 +196,13 @@ def scatter_blocks(pool: jax.Array, staged: jax.Array, blocks: jax.Array, count:
       staged: [B, L, 2, K, P, D], or [B, L, 2, K, P].
       blocks: i32[B]; pool rows.
       count: i32[]; the number of leading entries to write.
+      as_rows: as in `copy_blocks`.
     """
-    staged = staged.reshape(-1, *_as_rows(pool).shape[1:])
+    as_rows = as_rows or _as_rows
+    staged = staged.reshape(-1, *as_rows(pool).shape[1:])
 
     def put(i, rows):
         block = lax.dynamic_index_in_dim(staged, i, allow_negative_indices=False)
         return lax.dynamic_update_index_in_dim(rows, block, blocks[i], 0, allow_negative_indices=False)
 
-    return lax.fori_loop(0, count, put, _as_rows(pool)).reshape(pool.shape)
+    return lax.fori_loop(0, count, put, as_rows(pool)).reshape(pool.shape)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.by_token import head_shape, is_by_token
 from pallas_kernels.loops import fori_loop, unless_mapped, varying
 from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
 
@@ -77,7 +78,8 @@ def decode_attention(
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "scales": scales, "values": values}
     options["sink_tokens"] = sink_tokens
     reach = None if sink_tokens else window
-    tile = _tile_blocks(q.shape[0], pool.shape) * pool.shape[4]
+    shape = head_shape(pool.shape, q.shape[-1])
+    tile = _tile_blocks(q.shape[0], shape) * shape[4]
 
     def uncut():
         tiles = q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32)
@@ -86,7 +88,7 @@ def decode_attention(
     def in_parts():
         return _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options)
 
-    max_slots = tables.shape[1] * pool.shape[4]
+    max_slots = tables.shape[1] * shape[4]
     max_slots = max_slots if reach is None else min(max_slots, reach)
     if attend is None and not fixed_split and q.shape[0] in _ROWS_IN_PARTS and max_slots >= _TILES_IN_PARTS * tile:
         out, lse = lax.cond(unless_mapped(is_skewed(lengths, tile, reach)), in_parts, uncut)
@@ -232,14 +234,15 @@ def _attend(
     for the other arguments. Returns [W, C, Q, D], or [W, C, Q, values], and the log-sum-exp f32[W, C, Q].
     """
     num_tiles, chunk, heads, width = q.shape
-    kv_heads, size = pool.shape[3:5]
+    shape = head_shape(pool.shape, width)
+    kv_heads, size = shape[3:5]
     run = _run(size, width) if values is None else size
     split = (num_tiles, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num_tiles, chunk, kv_heads, -1, width)
     queries = queries.swapaxes(1, 2).reshape(num_tiles, kv_heads, -1, width)
     position, length = seen_slots(first, count, chunk, window, stride, offset)
     first = first if stride == 1 else position[:, 0]
-    blocks = min(_tile_blocks(num_tiles, pool.shape), tables.shape[1])
+    blocks = min(_tile_blocks(num_tiles, shape), tables.shape[1])
     tile_slots = blocks * size
     reach = None if sink_tokens else window
     base, length, num_unmasked, num_steps = _extent(first, length, count, reach, part, size, tile_slots)
@@ -249,10 +252,18 @@ def _attend(
         kv = rows(pool, row, run, jnp.float32).reshape(num_tiles, kv_heads, tile_slots, width)
         return kv if scales is None else kv * rows(scales, row, run, jnp.float32).reshape(*kv.shape[:3], 1)
 
-    def step(tile, carry, block, live, masked):
-        row, stride, order = _runs(pool.shape, run, layer, block)
-        slot = ((base + tile * blocks) * size)[:, None] + order[None]
+    def read(row, stride, block):  # K of a tile of blocks, and a function that gives V
+        if is_by_token(pool):
+            keys, v = _by_token(pool, layer, block, run, width)
+            return keys, lambda row: v
         keys = fetch(row)
+        # V of latents is K with its other columns: a part would be copied.
+        return keys, lambda row: fetch(row + stride) if values is None else keys
+
+    def step(tile, carry, block, live, masked):
+        row, stride, order = _runs(shape, run, layer, block)
+        slot = ((base + tile * blocks) * size)[:, None] + order[None]
+        keys, fetch_values = read(row, stride, block)
         score = _scores(queries, keys)
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
@@ -262,7 +273,7 @@ def _attend(
         # With the barrier, V is fetched after the use of K, into the same memory. Both would not fit into a CPU's
         # caches.
         score, row = lax.optimization_barrier((score, row))
-        v = fetch(row + stride) if values is None else keys  # with all columns, because a slice would be a copy
+        v = fetch_values(row)
         if masked:  # 0 * NaN is NaN
             v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
         return _fold(carry, score, v, live)
@@ -341,6 +352,15 @@ def _runs(shape, run, layer, block):
     row = (row * num_runs)[:, :, None] + jnp.arange(num_runs, dtype=jnp.int32)[None, None, :, None]
     order = np.arange(block.shape[1] * size, dtype=np.int32).reshape(block.shape[1], num_runs, -1)
     return row, (parts - 1) * kv_heads * num_runs, order.swapaxes(0, 1).reshape(-1)
+
+
+def _by_token(pool, layer, block, run, width):
+    """K and V f32[W, K, B * P, D] of a tile of blocks i32[W, B] in a pool by token, in the order of `_runs`."""
+    gathered = pool.at[block, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    gathered = lax.optimization_barrier(gathered.astype(jnp.float32))
+    num_tiles, blocks, size = gathered.shape[:3]
+    kv = gathered.reshape(num_tiles, blocks, size // run, run, -1, 2, width)
+    return kv.transpose(5, 0, 4, 2, 1, 3, 6).reshape(2, num_tiles, -1, blocks * size, width)
 
 
 def _run(size: int, width: int) -> int:

@@ -28,7 +28,7 @@ class Guesses(ModelDrafter, static=("num_tokens", "max_drafts", "pass_cost", "vo
 
     @classmethod
     def of(cls, model, vocabulary, mode=RANDOM, num_tokens=3, max_drafts=None, pass_cost=-1.0):
-        return cls(model, num_tokens, max_drafts, pass_cost, np.int32(mode), vocabulary)
+        return cls(num_tokens, model, max_drafts, pass_cost, np.int32(mode), vocabulary)
 
     def __post_init__(self):
         """Checks nothing."""

@@ -65,8 +65,7 @@ class Attention(Pytree):
         for layer in range(sum(len(pool.layers) for group in pools.spec.groups for pool in group.pools)):
             queries, keys, values = self.projected(layer, x)
             pools = kvjax.write(pools, layer, keys[:, :, None], values[:, :, None], view)
-            window = pools.spec.groups[pools.at(layer)[0]].window
-            x = x + kvjax.attend(queries[:, :, None], pools, layer, view, window=window)[:, :, 0]
+            x = x + kvjax.attend(queries[:, :, None], pools, layer, view)[:, :, 0]
         logits = x @ self.head
         return logits if last is None else logits[jnp.arange(tokens.shape[0]), last], pools
 

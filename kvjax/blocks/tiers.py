@@ -86,7 +86,7 @@ def take_over(
         pool_row=put(put(pool_row, ids, host_row, where), target, device_row, where),
         pending_transfer=put(pending_transfer, target, 0, where),
         num_host_children=add(host.num_host_children, parent, -1, has_parent, unique=False),
-        policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
+        policy=policy.forgot(host.policy, blocks, jnp.where(where, target, NO_BLOCK)),
     )
     above = blocks.parent[:, 0]
     stays = where & (pick(host.num_host_children, target) > 0)
@@ -110,7 +110,11 @@ def updates(blocks: Blocks, group_index: int, ids: jax.Array, where: jax.Array, 
 
 def keep_host_policy(empty: Group, group: Group, policy: EvictionPolicy) -> Group:
     """Gives the empty group the host policy's state of `group`, after `forget` of all blocks."""
-    return with_host(empty, lambda host: host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
+
+    def forget(host: Host) -> Host:
+        return host.replace(policy=policy.forgot(host_of(group).policy, group.blocks, group.ids))
+
+    return with_host(empty, forget)
 
 
 def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
@@ -132,7 +136,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
             num_empty=host.num_empty + count(emptied),
             pending_transfer=put(host.pending_transfer, block, 0, leaves),  # K/V still on the move belong to no block
             unevictable=put(host.unevictable, block, False, leaves),
-            policy=policy.forgot(pstate, jnp.where(emptied, block, NO_BLOCK)),
+            policy=policy.forgot(pstate, group.blocks, jnp.where(emptied, block, NO_BLOCK)),
         )
 
     group = with_host(group, push)

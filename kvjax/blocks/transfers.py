@@ -281,7 +281,7 @@ def apply_transfers(
     blocks = advance_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
     on_stack = (index >= need) & (index < rows.num_on_device)
     on_host = (index >= rows.num_on_device) & (index < rows.num_free)
-    pstate = policy.forgot(group.policy, jnp.where(outgoing.where, outgoing.ids, NO_BLOCK))
+    pstate = policy.forgot(group.policy, blocks, jnp.where(outgoing.where, outgoing.ids, NO_BLOCK))
     host_children = add(host.num_host_children, parent, -1, has_parent, unique=False)
     host = host.replace(
         pool_row=rows.pool_row,
@@ -290,7 +290,7 @@ def apply_transfers(
         num_moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.num_moves),
         empty=put(host.empty, host.num_empty - rows.num_popped + rank(on_host), free, on_host),
         num_empty=host.num_empty - rows.num_popped + count(on_host),
-        policy=policy.forgot(host.policy, jnp.concatenate([onboarded, removed])),
+        policy=policy.forgot(host.policy, blocks, jnp.concatenate([onboarded, removed])),
     )
     group = group.replace(
         blocks=blocks,

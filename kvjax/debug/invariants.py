@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the invariants of a state, and the status of a request, on the host."""
+"""The invariants of a state, verified on the host."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -13,48 +12,8 @@ import numpy as np
 from kvjax.blocks import index
 from kvjax.checks import on_state
 from kvjax.debug.text import seqs, show
-from kvjax.events.records import Events, Status
 from kvjax.policies.ring import Ring
 from kvjax.state import LOST, NO_BLOCK, CacheState
-
-
-class RequestError(ValueError):
-    """A request refused by a checked verb, with the `row` and the `status`."""
-
-    def __init__(self, verb: str, row: int, status: Status):
-        super().__init__(f"{verb}: row {row} of the request was refused with {status.name}")
-        self.row = row
-        self.status = status
-
-
-def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any, Events]]:
-    """Wraps a verb, jitted or not. The wrapper reads the status on the host, and raises if a precondition is broken.
-
-    A full pool or row is not an error: NO_BLOCKS and ROW_FULL come back as data.
-
-    Raises:
-      RequestError: for BAD_REQUEST or HELD, with the row and the status.
-
-    Example:
-      >>> admit = kvjax.debug.checked(kvjax.admit)
-      >>> state = kvjax.init(kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4))
-      >>> state, _ = admit(state, 0, np.arange(10), 10)
-      >>> try:
-      ...     admit(state, 0, np.arange(10), 10)
-      ... except kvjax.debug.RequestError as error:
-      ...     print(error)
-      admit: row 0 of the request was refused with HELD
-    """
-
-    @functools.wraps(verb)
-    def call(*args, **kwargs):
-        result, events = verb(*args, **kwargs)
-        for row, status in enumerate(np.asarray(events.status).tolist()):
-            if status in (Status.BAD_REQUEST, Status.HELD):
-                raise RequestError(getattr(verb, "__name__", "verb"), row, Status(status))
-        return result, events
-
-    return call
 
 
 @on_state
@@ -105,8 +64,9 @@ def _check_rows(state: Any, group_index: int) -> list[str]:
     keeps = state.spec.groups[group_index].keeps
     columns = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (columns[None] < held[:, None]) & np.asarray(keeps(columns[None], seqs.committed[:, None], size))
-    has_holes = group is state.groups[0] and seqs.holes is not None
-    holes = seqs.holes if has_holes else np.zeros_like(inside)
+    holes = np.zeros_like(inside)
+    if group is state.groups[0] and seqs.holes is not None:
+        holes = np.asarray(seqs.holes)
     lacking = holes & (group.table == NO_BLOCK)
     inside = inside & ~lacking
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]

@@ -8,7 +8,7 @@ from kvjax.pools.recurrent import recur
 from kvjax.pools.rotary import rope_write
 from kvjax.pools.scores import block_mass, key_bounds
 from kvjax.pools.selection import select_blocks, sparse_attention
-from kvjax.pools.views import View, mixed, ragged, view
+from kvjax.pools.views import View, mixed, ragged, rest, view
 
 __all__ = [
     "HostPools",
@@ -25,6 +25,7 @@ __all__ = [
     "move",
     "ragged",
     "recur",
+    "rest",
     "rope_write",
     "select_blocks",
     "sparse_attention",

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit
+from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
+from kvjax.pools.lineage import note, note_read, probed_scale
 from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec
@@ -55,9 +56,9 @@ def attend(
       view: the positions of the tokens.
       index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None takes the index from `layer`.
       scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
-      window: a token attends to the last `window` tokens, itself included. None means no limit. If the layer's
-        `LayerSpec` has `sink_tokens`, it attends to these first tokens too, as in StreamingLLM. Both limits are exact
-        to the token.
+      window: None means the window of the layer's `LayerSpec`. If the layer has none, each token attends to the last
+        `window` tokens only, itself included. If the `LayerSpec` has `sink_tokens`, each token attends to these first
+        tokens too, as in StreamingLLM. Both limits are exact to the token.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
       sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value. These sinks of
         gpt-oss have nothing to do with `sink_tokens`.
@@ -88,11 +89,12 @@ def attend(
     check_fit(pools, view)
     given_index = index
     group, pool, index, array, spec = attention_pool(pools, layer, index)
+    note_read(pools, (group, pool), layer, given_index)
     context = pools.context(group)
     q = floats("q", q)
-    window = None if window is None else static_int("window", window, 1)
+    window = _window_of(pools.spec.groups[group].window, window, layer)
     sinks = None if sinks is None else floats("sinks", sinks)
-    _check(q, array, view, window, soft_cap, sinks, layer, context)
+    _check(q, heads_of(array, spec.head_dim), view, window, soft_cap, sinks, layer, context)
     view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
     table, lengths, sink_options = _seen(view, group, pools.spec, window)
@@ -100,7 +102,7 @@ def attend(
     decodes = view.num_decode_rows
     call = functools.partial(
         pallas_kernels.call,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=probed_scale(layer, q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-1]),
         window=window,
         soft_cap=soft_cap,
         values=spec.values,
@@ -149,7 +151,19 @@ def attend(
         result_axes = MeshAxes(1)
         axes = {"q": MeshAxes(2), "pool": pool_axes, "scales": pool_axes, "sinks": MeshAxes(0)}
         result = pools.over_devices(group, compute, operands, axes, (result_axes,) * 2 if return_lse else result_axes)
-    return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+    result = jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+    note(layer, q=q, out=result[0] if return_lse else result)
+    return result
+
+
+def _window_of(of_layer: int | None, given: int | None, layer: int | jax.Array) -> int | None:
+    """The window of a layer: its spec's, whose earlier blocks are gone, or the given window if its spec has none."""
+    given = None if given is None else static_int("window", given, 1)
+    if of_layer is None:
+        return given
+    if given not in (None, of_layer):
+        raise ValueError(f"window: got {given} for layer {layer}, wanted {of_layer} as in its LayerSpec, or None")
+    return of_layer
 
 
 def _seen(view: View, group: int, spec: CacheSpec, window: int | None) -> tuple[jax.Array, jax.Array, dict[str, int]]:
@@ -173,9 +187,8 @@ def _seen(view: View, group: int, spec: CacheSpec, window: int | None) -> tuple[
     return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * spec.block_size, options
 
 
-def _check(q, array, view, window, soft_cap, sinks, layer, context) -> None:
-    kv_heads = array.shape[3]
-    width = array.shape[5]
+def _check(q, heads, view, window, soft_cap, sinks, layer, context) -> None:
+    kv_heads, width = heads
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")

@@ -6,6 +6,9 @@ a block each (layer, K or V, head) is a contiguous tile `[P, D]`, which attentio
 padding is written there, and nothing reads it. Never slice a layer out of a pool, since a slice copies it. A scan over
 layers carries the pools, and names a layer by its index in its pool.
 
+With `make_spec(layout="tokens")`, for TPUs, a pool is `[N + 1, L, P, R, W]` instead (`pallas_kernels.by_token`). Blocks
+outside of pools (`pools/stage.py`) are by head in either case.
+
 The scales of a quantised pool are in a sibling array, which is copied and moved together with the pool. A pool of
 latents is `[N + 1, L, 1, 1, P, D]`. The pool of recurrent layers is a dict of arrays, each `[N + 1, L, ...]`: a block
 is a snapshot, the state of a sequence after some token (`pools/recurrent.py`).
@@ -32,17 +35,19 @@ from kvjax.checks import floats
 from kvjax.events.records import EventKind, Events, Records
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
+from kvjax.pools.lineage import note_write, probed_kv
 from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
+from pallas_kernels.by_token import head_shape
 
 
 class Pools(Pytree, static=("spec", "placement")):
     """The K/V of a cache. Valid only together with its state.
 
     Attributes:
-      arrays: per group and pool [N + 1, L, 2, K, P, D], or [N + 1, L, 1, 1, P, D] for latents; for recurrent layers
-        {name: [N + 1, L, ...]}.
+      arrays: per group and pool [N + 1, L, 2, K, P, D], [N + 1, L, P, R, W] with layout="tokens", or [N + 1, L, 1, 1,
+        P, D] for latents; for recurrent layers {name: [N + 1, L, ...]}.
       spec: static; shapes.
       scales: per group and pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
       placement: static; divides the kv heads among devices, and the tokens of blocks, which then have another order
@@ -135,9 +140,15 @@ def check_fit(pools: Any, view: Any) -> None:
         raise ValueError(f"view: got one of a cache with {_difference(view.spec, pools.spec)}, as the pools have")
 
 
-def checked_kv(view: View, array: jax.Array, layer: Any, **new: jax.Array | None) -> list[jax.Array]:
+def heads_of(array: jax.Array, width: int) -> tuple[int, int]:
+    """K and D of a pool with heads of this width. If the caller maps the step, the K heads of a single device."""
+    shape = head_shape(array.shape, width)
+    return shape[3], shape[5]
+
+
+def checked_kv(view: View, array: jax.Array, width: int, layer: Any, **new: jax.Array | None) -> list[jax.Array]:
     """Returns a view's new K, V or latents as arrays. A ValueError names an array with a wrong shape or dtype."""
-    shape = (*view.positions.shape, array.shape[3], array.shape[5])  # of one device, where the caller maps the step
+    shape = (*view.positions.shape, *heads_of(array, width))
     for name, x in new.items():
         if x is None or np.shape(x) != shape:
             got = "None" if x is None else f"shape {np.shape(x)}"
@@ -221,7 +232,7 @@ def init_pools(
         rows = group.num_blocks + 1, len(pool.layers)
         return jax.tree.map(
             lambda block, axes: zeros(group, (*rows, *block.shape), block.dtype, axes),
-            pool.block_shape(spec.block_size),
+            pool.pool_shape(spec.block_size),
             pool.mesh_axes,
         )
 
@@ -284,13 +295,15 @@ def write(
       [[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [[101.0, 102.0], [103.0, 104.0], [105.0, 106.0], [0.0, 0.0]]]
     """
     check_fit(pools, view)
+    given_index = index
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     if v is not None and spec.values is not None:
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
     if spec.values is None:
-        k, v = checked_kv(view, array, layer, k=k, v=v)
+        k, v = checked_kv(view, array, spec.head_dim, layer, k=k, v=v)
     else:
-        (k,) = checked_kv(view, array, layer, k=k)
+        (k,) = checked_kv(view, array, spec.head_dim, layer, k=k)
+    k, v = probed_kv(layer, k, v)
     scales = pools.scales_of(group, pool)
     slots = view.slots[group]
     context = pools.context(group)
@@ -307,7 +320,8 @@ def write(
         token_axes = MeshAxes(2 if spec.values is None else None)
         axes = {"pool": pool_axes, "scales": pool_axes, "k": token_axes, "v": token_axes}
         written = pools.over_devices(group, append, operands, axes, (pool_axes, pool_axes) if quantised else pool_axes)
-    return pools.with_pool(group, pool, *(written if quantised else (written,)))
+    result = pools.with_pool(group, pool, *(written if quantised else (written,)))
+    return note_write(pools, result, (group, pool), layer, given_index)
 
 
 @own_transfers()

@@ -31,6 +31,7 @@ from kvjax.events.transfer import Transfer
 from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK
+from pallas_kernels.by_token import blocks_by_head
 
 # The numbers of moves in a program, the largest first. Any number of moves is a sum of these sizes, so no batch is
 # padded.
@@ -41,7 +42,7 @@ class HostPools(Pytree, static=("spec",)):
     """The K/V of the host tier, in pinned host memory. Valid only together with the state and the pools used with it.
 
     Attributes:
-      arrays: per group and pool [H, L, 2, K, P, D]; index h is pool row N + h.
+      arrays: per group and pool [H, L, 2, K, P, D], or [H, L, P, R, W] with layout="tokens"; index h is pool row N + h.
       spec: static; shapes.
       scales: per group and pool f32[H, L, 2, K, P] if it is quantised, else None.
     """
@@ -131,8 +132,14 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
 
 
 def read_blocks(host: HostPools, group_index: int, index: np.ndarray) -> Any:
-    """Blocks index i32[n] of a group's host pools, on the device: a tree of (arrays, scales)."""
-    return _read(arrays_of(host, group_index), index)
+    """Blocks index i32[n] of a group's host pools, by head, on the device: a tree of (arrays, scales)."""
+    pools = host.spec.groups[group_index].pools
+    arrays, scales = _read(arrays_of(host, group_index), index)
+    arrays = tuple(
+        blocks_by_head(blocks, pool.head_dim) if pool.by_token else blocks
+        for pool, blocks in zip(pools, arrays, strict=True)
+    )
+    return arrays, scales
 
 
 def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray, np.ndarray]]:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
 from kvjax.spec import CacheSpec, GroupSpec, Kind, PoolSpec
+from pallas_kernels.by_token import token_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +170,8 @@ def num_shards(
             f"context: got axis {context!r} of {parts} devices, wanted one that divides blocks of {spec.block_size} "
             "tokens"
         )
+    if parts > 1 and any(pool.by_token for group in spec.groups for pool in group.pools):
+        raise ValueError("context: got a mesh axis for K/V with layout='tokens', wanted None, or layout='heads'")
     return shards, parts
 
 
@@ -178,4 +181,7 @@ def _divided(pool: PoolSpec) -> list[tuple[int, str]]:
         return [
             (array.shape[array.axis], f"parts of {array.name!r}") for array in pool.arrays if array.axis is not None
         ]
+    if pool.by_token:
+        rows, _ = token_rows(pool.kv_heads, pool.head_dim)
+        return [(rows, "rows of kv heads") if rows < pool.kv_heads else (pool.kv_heads, "kv heads")]
     return [(pool.kv_heads, "kv heads")] if pool.values is None else []

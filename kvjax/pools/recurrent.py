@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 from kvjax._arrays import pick
 from kvjax.layers import NUM_TOKENS, static_int
 from kvjax.pools.device import Pools, check_fit
+from kvjax.pools.lineage import note_skipped, note_write
 from kvjax.pools.views import View
 from pallas_kernels.loops import fori_loop
 from pallas_kernels.schedule import Work, block_tiles, tile_width
@@ -70,6 +71,7 @@ def recur(
     Source: tiles with a carried state as in Mamba-2 and Gated DeltaNet, snapshots at block ends as in vLLM.
     """
     check_fit(pools, view)
+    given_index = index
     group, pool, index, arrays = pools.at(layer, index)
     if not isinstance(arrays, dict):
         raise ValueError(f"layer: got {layer}, which has K/V, wanted a recurrent layer; `attend` serves this one")
@@ -99,7 +101,11 @@ def recur(
             outputs.append(chunk_outputs)
     outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
     outputs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), outputs)
-    return outputs, pools.with_pool(group, pool, snapshots.arrays) if keep else pools
+    if not keep:
+        note_skipped((group, pool), layer)
+        return outputs, pools
+    result = pools.with_pool(group, pool, snapshots.arrays)
+    return outputs, note_write(pools, result, (group, pool), layer, given_index)
 
 
 class _Rows(NamedTuple):

@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax.checks import floats
 from kvjax.layers import MeshAxes
-from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, own_slots, write
+from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, heads_of, own_slots, write
+from kvjax.pools.lineage import note_write, probed_kv
 from kvjax.pools.views import View
 from pallas_kernels.rotary import rotate
 
@@ -56,13 +57,14 @@ def rope_write(
     group, pool, pool_index, array, spec = attention_pool(pools, layer, index)
     if spec.values is not None:
         raise ValueError(f"layer: got {layer}, which has latents, wanted one with K/V")
-    k, v = checked_kv(view, array, layer, k=k, v=v)
+    k, v = checked_kv(view, array, spec.head_dim, layer, k=k, v=v)
     q = floats("q", q)
     angles = (floats("angles", angles[0]), floats("angles", angles[1]))
-    _check(q, angles, view, array)
+    _check(q, angles, view, heads_of(array, spec.head_dim))
     if 2 * angles[0].shape[-1] < q.shape[-1]:
         pools = write(pools, layer, rotate(k, angles), v, view, index=index, implementation=implementation)
         return rotate(q, angles), pools
+    k, v = probed_kv(layer, k, v)
     scales = pools.scales_of(group, pool)
     context = pools.context(group)
 
@@ -87,13 +89,13 @@ def rope_write(
         axes = {"pool": pool_axes, "scales": pool_axes, "q": token_axes, "k": token_axes, "v": token_axes}
         out_axes = token_axes, *(pool_axes for _ in jax.tree.leaves((array, scales)))
         q, *written = pools.over_devices(group, append, operands, axes, out_axes)
-    return q, pools.with_pool(group, pool, *written)
+    result = pools.with_pool(group, pool, *written)
+    return q, note_write(pools, result, (group, pool), layer, index)
 
 
-def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, array: jax.Array) -> None:
+def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, heads: tuple[int, int]) -> None:
     batch = view.positions.shape
-    kv_heads = array.shape[3]
-    width = array.shape[5]
+    kv_heads, width = heads
     if q.ndim != 4 or q.shape != (*batch, q.shape[2], width) or q.shape[2] % kv_heads:
         raise ValueError(
             f"q: got shape {q.shape}, wanted [{', '.join(map(str, batch))}, a multiple of {kv_heads}, {width}]"

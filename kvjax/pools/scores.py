@@ -12,6 +12,7 @@ from kvjax.checks import floats
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit
 from kvjax.pools.views import View
+from pallas_kernels.by_token import blocks_by_head, is_by_token
 
 _LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf
 
@@ -63,13 +64,14 @@ def block_mass(
     group, pool, index, array, spec = attention_pool(pools, layer, index)
     _check_whole(pools, group)
     q = floats("q", q)
-    if q.shape[:2] != view.positions.shape or q.shape[3] != array.shape[5]:
-        raise ValueError(f"q: got shape {q.shape}, wanted {(*view.positions.shape, 'Q', array.shape[5])}")
+    width = spec.head_dim
+    if q.shape[:2] != view.positions.shape or q.shape[3] != width:
+        raise ValueError(f"q: got shape {q.shape}, wanted {(*view.positions.shape, 'Q', width)}")
     factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
 
     def compute(q, pool, index, scales, table, lengths, num_tokens, starts):
         def of_row(queries, first, table, length, count):
-            keys = _keys(pool, index, scales, table)
+            keys = _keys(pool, index, scales, table, width)
             score = _scores(queries.astype(jnp.float32) * factor, keys)  # [K, C, G, M, P]
             if soft_cap is not None:
                 score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
@@ -142,7 +144,7 @@ def key_bounds(
     _check_whole(pools, group)
 
     def compute(pool, index, scales, table, lengths):
-        keys = jax.vmap(lambda row: _keys(pool, index, scales, row))(table)  # [R, M, K, P, D]
+        keys = jax.vmap(lambda row: _keys(pool, index, scales, row, spec.head_dim))(table)  # [R, M, K, P, D]
         slot = np.arange(keys.shape[1] * keys.shape[3], dtype=np.int32).reshape(1, keys.shape[1], 1, keys.shape[3], 1)
         is_token = slot < lengths.reshape(-1, 1, 1, 1, 1)
         low = jnp.min(jnp.where(is_token, keys, jnp.inf), axis=3)
@@ -162,9 +164,12 @@ def key_bounds(
         return pools.over_devices(group, compute, operands, axes, (out_axes, out_axes))
 
 
-def _keys(pool: jax.Array, index: jax.Array | int, scales: jax.Array | None, table: jax.Array) -> jax.Array:
+def _keys(pool: jax.Array, index: jax.Array | int, scales: jax.Array | None, table: jax.Array, width: int) -> jax.Array:
     """The keys f32[M, K, P, D] of the blocks of a row's table i32[M]."""
     rows = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    if is_by_token(pool):
+        blocks = pool.at[table, index].get(**rows).astype(jnp.float32)
+        return blocks_by_head(blocks[:, None], width)[:, 0, 0]
     keys = pool.at[table, index, 0].get(**rows).astype(jnp.float32)
     for scale in jax.tree.leaves(scales):  # a quantised pool has one array of them, others none
         keys = keys * scale.at[table, index, 0].get(**rows)[..., None]

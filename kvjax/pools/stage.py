@@ -15,7 +15,8 @@ from kvjax._arrays import Pytree, pick, put
 from kvjax.checks import integers
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, PoolSpec
+from pallas_kernels.by_token import blocks_by_head, blocks_by_token
 
 
 class Staged(Pytree, static=("spec",)):
@@ -41,7 +42,7 @@ def gather(pools: Pools, rows: Sequence[Any] | jax.Array) -> Staged:
       rows: for each group i32[K_g]; pool rows on the device. The scratch row is padding.
     """
 
-    def read(group_index: int, pool: jax.Array, axes: MeshAxes) -> jax.Array:
+    def read(group_index: int, spec: PoolSpec, pool: jax.Array, axes: MeshAxes) -> jax.Array:
         blocks = integers(f"rows[{group_index}]", rows[group_index], ("K",))
         if pool.ndim == 2:  # the number of tokens before each snapshot
             return pick(pool, blocks)
@@ -49,6 +50,7 @@ def gather(pools: Pools, rows: Sequence[Any] | jax.Array) -> Staged:
 
         def gather_whole(pool, blocks):
             gathered = pallas_kernels.call("gather_blocks", pool, blocks)
+            gathered = blocks_by_head(gathered, spec.head_dim) if spec.by_token else gathered
             return gathered if context is None else context.whole(gathered)
 
         operands = {"pool": pool, "blocks": blocks}
@@ -67,7 +69,7 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
       counts: for each group i32[]; the number of leading blocks to write, which determines the cost.
     """
 
-    def write(group_index: int, pool: jax.Array, axes: MeshAxes, blocks: jax.Array) -> jax.Array:
+    def write(group_index: int, spec: PoolSpec, pool: jax.Array, axes: MeshAxes, blocks: jax.Array) -> jax.Array:
         target = integers(f"rows[{group_index}]", rows[group_index], ("K",))
         num_blocks = jnp.asarray(counts[group_index], jnp.int32)
         if pool.ndim == 2:
@@ -76,6 +78,7 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
 
         def put_part(pool, staged, blocks, count):
             staged = staged if context is None else context.part(staged)
+            staged = blocks_by_token(staged, pool.shape[3:]) if spec.by_token else staged
             return pallas_kernels.call("scatter_blocks", pool, staged, blocks, count)
 
         operands = {"pool": pool, "staged": blocks, "blocks": target, "count": num_blocks}
@@ -88,18 +91,18 @@ def scatter(pools: Pools, staged: Staged, rows: Sequence[Any] | jax.Array, count
 
 
 def _each(function: Callable[..., jax.Array], pools: Pools, *trees: Any) -> Any:
-    """Calls function(group index, array, its `MeshAxes`, ...) for each array of trees structured like the pools."""
+    """Calls function(group index, pool's spec, array, its `MeshAxes`, ...) for each array of a tree of pools' form."""
     if trees[0] is None:
         return None
 
-    def map_pool(group_index: int, pool_index: int, axes: Any) -> Any:
+    def map_pool(group_index: int, pool_index: int, spec: PoolSpec) -> Any:
         first, *others = (tree[group_index][pool_index] for tree in trees)
         if any(tree is None for tree in (first, *others)):
             return first
-        return jax.tree.map(functools.partial(function, group_index), first, axes, *others)
+        return jax.tree.map(functools.partial(function, group_index, spec), first, spec.mesh_axes, *others)
 
     return tuple(
-        tuple(map_pool(group_index, pool_index, pool.mesh_axes) for pool_index, pool in enumerate(group.pools))
+        tuple(map_pool(group_index, pool_index, pool) for pool_index, pool in enumerate(group.pools))
         for group_index, group in enumerate(pools.spec.groups)
     )
 

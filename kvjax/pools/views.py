@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick, put, sum_before
+from kvjax._compile import own_transfers
 from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask, static_int32
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -230,6 +231,42 @@ def packed(
     return front, lengths - (num_columns - num_chosen[:, -1]) * block_size
 
 
+@own_transfers()
+def rest(tokens: ArrayLike, cached: ArrayLike) -> jax.Array:
+    """Moves the tokens after a hit to the left: the tokens of a prompt still to compute, then zeros.
+
+    After a hit a row continues after its cached tokens: `step` and `commit` take its next tokens. The whole prompt
+    would be refused, or be committed as the text after the hit.
+
+    Args:
+      tokens: i32[T] or i32[R, T]; a prompt, or a prompt for each row.
+      cached: i32[] or i32[R]; the cached tokens of each prompt, as `events.cached` of `admit` tells. With tokens i32[T]
+        and i32[R] every row has the same prompt.
+
+    Returns:
+      i32[T] or i32[R, T]; the tokens from `cached` on, padded with 0.
+
+    Raises:
+      ValueError: if an argument has a wrong shape or dtype.
+
+    Example:
+      >>> kvjax.rest(np.arange(10, 16), 4).tolist()
+      [14, 15, 0, 0, 0, 0]
+      >>> prompts = np.array([[1, 2, 3], [4, 5, 6]])
+      >>> kvjax.rest(prompts, np.array([0, 2])).tolist()
+      [[1, 2, 3], [6, 0, 0]]
+    """
+    tokens = integers("tokens", tokens)
+    cached = integers("cached", cached)
+    if tokens.ndim not in (1, 2):
+        raise ValueError(f"tokens: got shape {list(tokens.shape)}, wanted [T] or [R, T]")
+    rows = tokens.shape[:-1] or cached.shape[:1]
+    cached = each_row("cached", cached, rows)
+    shape = (*rows, tokens.shape[-1])
+    index = jnp.maximum(cached, 0)[..., None] + np.indices(shape, np.int32)[-1]
+    return jnp.take_along_axis(jnp.broadcast_to(tokens, shape), index, axis=-1, mode="fill", fill_value=0)
+
+
 def _rows(state: CacheState, num_tokens, seqs, written):
     """Block tables [R, M] per group, and the numbers of tokens before the view i32[R] and in it i32[R]."""
     max_seqs = state.spec.max_seqs
@@ -283,6 +320,6 @@ def _without_holes(view: View) -> View:
     """Packs the rows of the first group's table, where `thin` has left holes."""
     assert view.spec is not None
     table, *other_tables = view.tables
-    everything = np.ones(table.shape, np.bool_)
+    everything = jnp.ones(table.shape, jnp.bool_)
     table, lengths = packed(table, view.lengths, everything, view.spec.groups[0].num_blocks, view.spec.block_size)
     return view.replace(tables=(table, *other_tables), packed_lengths=(lengths, *(None for _ in other_tables)))

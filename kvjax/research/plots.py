@@ -40,6 +40,7 @@ __all__ = ["plot_closed", "plot_log", "plot_rates", "plot_reuse"]
 
 _MARKED = 40  # curves of up to this many sizes get markers
 _BARS = 40  # spans of a log
+_LOWEST = -50  # percent of the distance to the bound
 
 
 @picture
@@ -144,6 +145,8 @@ def plot_reuse(
 def plot_closed(comparisons: Sequence[Comparison], path: str | os.PathLike[str] | None = None) -> Figure:
     """Draws the closed share of the distance from LRU to Belady's bound, for each trace, policy and size.
 
+    Bars below -50 % are cut off there.
+
     Args:
       comparisons: results of `compare`, one for each axes, with the same policies.
       path: saves the picture to this file; None disables saving.
@@ -168,9 +171,11 @@ def plot_closed(comparisons: Sequence[Comparison], path: str | os.PathLike[str] 
             color = LINES[index % len(LINES)]
             ax.bar(position + shift, 100 * comparison.closed(policy), width, color=color, label=policy)
         ax.axhline(0, color=FAINT, linewidth=0.8)
-        ax.set_xticks(position, [f"{share:.0%}" for share in comparison.shares])
-        finish(ax, "size of the cache", "% of the distance from LRU to the bound" if ax is axes[0] else "")
+        finish(ax, "blocks of the cache", "% closed of LRU to the bound" if ax is axes[0] else "")
+        ax.set_xticks(position, [f"{size:,}" for size in comparison.sizes])
         ax.set_title(comparison.name.split(",")[0], color=FAINT)
+    bottom, _ = axes[0].get_ylim()
+    axes[0].set_ylim(bottom=max(bottom, _LOWEST))
     legend_below(figure)
     return saved(figure, path)
 

@@ -20,6 +20,7 @@ from kvjax.serving.prompt_scores import Step, check_all_logits
 from kvjax.serving.request import Request, RunOptions, check_state, errors_of
 from kvjax.serving.requests import Output
 from kvjax.serving.turns import Job, Slots
+from kvjax.serving.weights import check_weights, known
 from kvjax.spec import CacheSpec
 
 # Minimum sizes of arrays, so small batches share the programs of the first batch.
@@ -60,6 +61,8 @@ class Batch[C: AnyCache]:
         self._jobs = list[Job]()
         for request in requests:
             self._add(request, limits)
+        if options.reuse != "any":
+            check_weights(model, known(cache.state), {job.namespace for job in self._jobs})
         own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; rows in use belong to other code
         if self._jobs and not own_rows.any():
             raise ValueError("cache: got no free row, wanted at least 1")

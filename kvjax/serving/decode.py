@@ -66,7 +66,8 @@ def step[C: AnyCache](
       logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
 
     Returns:
-      The cache, logits f32[R, V] after each row's last token or f32[R, C, V] after every token, and the events.
+      The cache, logits f32[R, V] after each row's last token or f32[R, C, V] after every token, and the events. Logits
+      of a refused row (see `commit`) are NaN.
 
     Raises:
       ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something

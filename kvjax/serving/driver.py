@@ -38,8 +38,10 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.prompt_scores import PromptScores, Step
 from kvjax.serving.request import INSIDE, Request, RunOptions
 from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
+from kvjax.serving.shortages import ShortageLog, explain
 from kvjax.serving.stored import StoredPrefixes
 from kvjax.serving.turns import Job, Slots, TurnArrays, TurnResult, apply, stacked, turn
+from kvjax.serving.weights import Weights, known
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -165,6 +167,7 @@ class Driver[C: AnyCache]:
     ):
         """Makes empty slots. `cache` is donated to the first loop, and requests get rows where bool[S] `own_rows`."""
         self._model = model
+        self._weights = Weights(model)
         self._options = options
         self._scheduler = scheduler
         self._slots = slots
@@ -189,7 +192,9 @@ class Driver[C: AnyCache]:
             logprobs=options.logprobs,
             speculates=options.drafter is not None,
         )
+        weights = known(cache.state)
         self.state: GenerationState[C] = GenerationState(serving, cache.host, own_rows, options)
+        self.state.weights = weights
         self.host_tier = HostTier(self.state, scheduler, slots.steps)
         self.stored = options.store and StoredPrefixes(options.store, self.state, scheduler)
         self._scores = PromptScores(
@@ -200,6 +205,7 @@ class Driver[C: AnyCache]:
         self._generations = [0] * len(slots.max_tokens)
         self._started: deque[_StartedLoop] = deque()
         self._submissions: deque[_Submission] = deque()
+        self._shortages = ShortageLog()
         self._loop_number = 0
         step_events = worst_step(self.spec, scheduler) + admission_events(self.spec, self.state.serving.width)
         usual_events = slots.steps * self.spec.max_seqs * len(self.spec.groups) // 2
@@ -234,7 +240,7 @@ class Driver[C: AnyCache]:
         for job in jobs:
             if is_refused or (step is Step.DONE and not job.request.max_new_tokens):
                 job.stage = Stage.DONE
-                job.end("no_blocks" if is_refused else "length")
+                job.end("no_blocks" if is_refused else "length", self._reason(job) if is_refused else None)
         return step
 
     def submit(self, jobs: Sequence[Job], cancelled: Sequence[Job] = ()) -> None:
@@ -243,6 +249,7 @@ class Driver[C: AnyCache]:
             job.slot = self._free.popleft()
             job.generation = self._generations[job.slot]
             job.first_loop = self._loop_number
+            self.state.weights[job.namespace] = self._weights
             self.active[job.slot] = job
         arguments = self._slots.arguments(jobs, self.num_rows)
         ends = self._slots.ends(cancelled)
@@ -295,7 +302,8 @@ class Driver[C: AnyCache]:
             _, jobs, statuses = self._submissions.popleft()
             for job, status in zip(jobs, np.asarray(statuses).tolist(), strict=False):  # then come empty entries
                 if status != Status.OK:
-                    job.end(Status(status).name.lower())
+                    is_refused = status == Status.NO_BLOCKS
+                    job.end(Status(status).name.lower(), self._reason(job) if is_refused else None)
                     self._release(job, job.generation)
 
     def read(self) -> StepOutput:
@@ -339,8 +347,14 @@ class Driver[C: AnyCache]:
         logprobs = result.logprobs[slot, :num_new].tolist()
         top = [] if result.top is None else [column[slot, :num_new].tolist() for column in result.top]
 
+        if result.preemptions[slot] > job.output.preemptions and not self._shortages.has("was preempted"):
+            reason = explain(self.state.cache.state, self._scheduler, num_tokens)
+            self._shortages.write("was preempted", job.number, reason)
+        reason = self._reason(job) if finish == "no_blocks" else None
+
         def change(output: Output) -> None:
             output.add(tokens, logprobs, *top)
+            output.reason = reason
             output.cached_tokens = result.cached[slot] if job.found_tokens is None else job.found_tokens
             output.preemptions = result.preemptions[slot]
             if result.drafted is not None and result.accepted is not None:
@@ -351,6 +365,12 @@ class Driver[C: AnyCache]:
         if tokens or finish is not None or job.stage != stage:
             job.change(change)
         return tokens
+
+    def _reason(self, job: Job) -> str:
+        """Why a request ends for lack of blocks, for its output. The first of a run is also in the log."""
+        reason = explain(self.state.cache.state, self._scheduler, len(job.tokens) + job.request.max_new_tokens)
+        self._shortages.write("ended with no_blocks", job.number, reason)
+        return reason
 
     def _release(self, job: Job, generation: int) -> None:
         """Frees the slot of a request that the loop has drained. The slot's next request gets this generation."""

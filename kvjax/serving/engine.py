@@ -34,6 +34,7 @@ from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, 
 from kvjax.serving.handle import EngineError, Handle
 from kvjax.serving.request import Request, RunOptions, check_state
 from kvjax.serving.turns import Slots
+from kvjax.serving.weights import check_weights, known, remember
 from kvjax.state import CacheState
 from kvjax.verbs._request import check_retention
 
@@ -98,8 +99,11 @@ class Engine[C: AnyCache]:
         """
         self._options = options = dataclasses.replace(RunOptions() if options is None else options, log_events=False)
         check_run(model, cache, options)
+        self._model = model
+        self._weights = known(cache.state)
         # Committed to its devices like all later caches. Otherwise jax would compile again for them.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
+        remember(cache.state, self._weights)
         check_placement(model, cache)
         self.spec = spec = cache.state.spec
         if np.any(np.asarray(cache.state.seqs.length)):
@@ -183,6 +187,8 @@ class Engine[C: AnyCache]:
             reason = "without names" if self.names is None else f"together with namespace {request.namespace}"
             raise ValueError(f"salt: got a salt {reason}, wanted None")
         Namespaces.salted(salt)
+        if salt is None and self._options.reuse != "any":
+            check_weights(self._model, self._weights, [request.namespace])
         if request.prompt_logprobs_from is not None:
             self._thread.check_scores()
         slots = self._slots

@@ -86,8 +86,8 @@ def generate[C: AnyCache](
     longer prompts compile again at each doubling. The logger `kvjax` reports compilations of more than two seconds at
     level INFO, and `enable_compilation_cache` keeps compiled programs for other processes.
 
-    If the weights change, `reset` the cache, or give each version of the weights a namespace (`Namespaces`): otherwise
-    K/V of the old weights are silently reused.
+    If the weights change, `reset` the cache, or give each version of the weights a namespace (`Namespaces`). Other
+    weights over the same namespace are refused, unless the cache has been changed elsewhere; see `RunOptions.reuse`.
 
     Args:
       model: see `step`. It also gets views in mixed form, on one flat batch; see `Model`.

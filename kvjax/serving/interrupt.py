@@ -22,6 +22,7 @@ from kvjax.pools.host import HostPools
 from kvjax.processes import agreed_time
 from kvjax.serving.request import RunOptions, read_clock
 from kvjax.serving.requests import Output, Serving
+from kvjax.serving.weights import Weights, remember
 from kvjax.tiered import joined
 from kvjax.verbs.release import release
 
@@ -103,6 +104,7 @@ class GenerationState[C: AnyCache]:
         # Events that neither `events` nor the listener has yet. They survive a failure of the call that made them.
         self.unpublished: list[Events | EventLog] = []
         self.ctrl_c = CtrlC()
+        self.weights: dict[int, Weights] = {}  # of each namespace
 
     @property
     def cache(self) -> Cache:
@@ -112,6 +114,7 @@ class GenerationState[C: AnyCache]:
     @property
     def result(self) -> C:
         """The present cache, of the same kind as the passed cache."""
+        remember(self.cache.state, self.weights)
         return cast(C, joined(self.cache, self.host))
 
     def replace(self, cache: Any) -> None:

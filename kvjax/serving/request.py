@@ -231,6 +231,9 @@ class RunOptions:
         taken. To see the metadata together with the events, use `progress.state` of a `stream`. None means no listener.
       drafter: guesses the next tokens of rows, such as `kvjax.serving.ngram` makes. Tokens stay the same, and a pass of
         the model may bring several. `steps` then count tokens of the fastest row. None disables it.
+      reuse: "same weights" refuses a model whose arrays are other objects than the arrays that computed what a
+        namespace of this cache holds, as far as the host knows: caches come from an earlier run, and nothing has
+        changed them since. "any" reuses K/V whatever computed them.
 
     Raises:
       ValueError: naming the attribute.
@@ -249,6 +252,7 @@ class RunOptions:
     log_events: bool = True
     listener: Listener | None = None
     drafter: Drafter | None = None
+    reuse: Literal["same weights", "any"] = "same weights"
 
     def __post_init__(self):
         if not isinstance(self.scheduler, Scheduler):
@@ -258,6 +262,8 @@ class RunOptions:
         static_int("top_logprobs", self.top_logprobs, 0)
         for name in ("fixed_steps", "loop", "log_events"):
             check_bool(name, getattr(self, name))
+        if self.reuse not in ("same weights", "any"):
+            raise ValueError(f"reuse: got {self.reuse!r}, wanted 'same weights' or 'any'")
         check_logprobs(self.logprobs)
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
         if not isinstance(self.store, DiskStore | None):

@@ -410,6 +410,7 @@ class Output:
       replica: number of its replica. None without replicas.
       finish: "stop" (a stop token), "length" (all `max_new_tokens`), "row_full", "no_blocks", "cancelled" or
         "bad_request". None while it runs, or if the generation was interrupted.
+      reason: for "no_blocks", the group that lacks blocks, with the blocks wanted and there. None for any other finish.
     """
 
     prompt_tokens: int
@@ -426,6 +427,7 @@ class Output:
     prompt_top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    reason: str | None = dataclasses.field(default=None, compare=False)  # depends on the other requests of a run
 
     def add(
         self, tokens: list[int], logprobs: list[float], top_tokens: Sequence = (), top_logprobs: Sequence = ()

@@ -22,7 +22,7 @@ under the model. Here it is accepted if the row's own random numbers choose it, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,14 +75,15 @@ class Drafts(NamedTuple):
     pools: Pools
 
 
-class Drafter(Pytree):
+class Drafter(Pytree, static=("num_tokens",)):
     """The base class of drafters. A subclass is a pytree with a static `num_tokens`, and has a pure method `propose`.
 
     Attributes:
       num_tokens: static; maximum drafts of a row in a pass.
-      max_drafts: static; maximum drafts of all rows in a pass. None means `num_tokens` for each row.
+      max_drafts: static; maximum drafts of all rows in a pass, which computes as many positions more than a plain step.
+        None means `num_tokens` for each row.
       pass_cost: static; additional time of a wide pass, as a share of a plain step's time. A pass verifies drafts only
-        if they are expected to bring as many tokens more.
+        if they are expected to bring as many tokens more, as a share of the rows' tokens.
       window: static; number of each row's latest tokens in `Drafting.text`.
       hope: static; makes a drafter try again. Each token without a draft adds as many right drafts to the statistics.
         0 suits a drafter without costs of its own: it proposes drafts for every pass, verified or not.
@@ -103,8 +104,11 @@ class Drafter(Pytree):
       ([5, 6, 7, 8, 9, 10, 11, 12], True)
     """
 
-    max_drafts = None
-    pass_cost = 0.5
+    num_tokens: int
+
+    # Without types, so that they are no fields: a field of a subclass keeps its place.
+    max_drafts = 16
+    pass_cost = 0.7
     window = 0
     hope = 0.0
 
@@ -114,7 +118,7 @@ class Drafter(Pytree):
 
     def limits(self, num_rows: int, k: int) -> tuple[int, int]:
         """The maximum drafts of a row and of all rows, for blocks of k steps."""
-        per_row = min(self.num_tokens, k - 1)  # pyright: ignore[reportAttributeAccessIssue]
+        per_row = min(self.num_tokens, k - 1)
         total = num_rows * per_row
         return per_row, total if self.max_drafts is None else min(self.max_drafts, total)
 
@@ -275,7 +279,7 @@ class _Block(NamedTuple):
         """Adds the chosen tokens of a pass, and counts the drafts."""
         _, _, rows, written, chosen, text, stats = progress
         row_index = np.arange(written.size, dtype=np.int32)
-        column = np.arange(1 + self.max_drafts, dtype=np.int32)[None]
+        column: Any = np.arange(1 + self.max_drafts, dtype=np.int32)[None]
         active = plan.active
         tokens = result.chosen.tokens
         num_accepted = jnp.where(active, result.num_accepted, 0)

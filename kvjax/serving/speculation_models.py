@@ -26,8 +26,8 @@ def draft_model(
     *,
     first_layer: int,
     num_tokens: int = 3,
-    max_drafts: int | None = None,
-    pass_cost: float = 0.5,
+    max_drafts: int | None = 16,
+    pass_cost: float = 0.7,
 ) -> tuple[Model, Drafter]:
     """Makes a drafter of a smaller model with the same vocabulary, and a model to write the K/V of both.
 
@@ -56,10 +56,10 @@ def draft_model(
     the row's choice as often as it can.
     """
     draft = _Renumbered(draft, static_int("first_layer", first_layer, 1))
-    return _Joint(model, draft), ModelDrafter(draft, num_tokens, max_drafts, pass_cost)
+    return _Joint(model, draft), ModelDrafter(num_tokens, draft, max_drafts, pass_cost)
 
 
-def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = None, pass_cost: float = 0.5) -> Drafter:
+def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = 16, pass_cost: float = 0.7) -> Drafter:
     """Makes a drafter of a model's first layers, which share the K/V of the whole model.
 
     The whole model then overwrites the K/V of the drafts, so the cache needs no more space.
@@ -75,14 +75,13 @@ def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = N
 
     Source: LayerSkip's self-speculative decoding (Elhoushi et al. 2024), without its training.
     """
-    return ModelDrafter(layers, num_tokens, max_drafts, pass_cost)
+    return ModelDrafter(num_tokens, layers, max_drafts, pass_cost)
 
 
 class ModelDrafter(Drafter, static=("num_tokens", "max_drafts", "pass_cost")):
     """See `draft_model` and `early_exit`."""
 
     model: Model
-    num_tokens: int
     max_drafts: int | None
     pass_cost: float
 

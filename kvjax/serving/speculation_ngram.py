@@ -18,8 +18,8 @@ def ngram(
     max_ngram: int = 4,
     min_ngram: int = 2,
     window: int = 4096,
-    max_drafts: int | None = None,
-    pass_cost: float = 0.5,
+    max_drafts: int | None = 16,
+    pass_cost: float = 0.7,
 ) -> Drafter:
     """Makes a drafter of the tokens after an earlier occurrence of a row's last tokens in its own text.
 
@@ -57,7 +57,6 @@ def ngram(
 class NGram(Drafter, static=_NAMES):
     """See `ngram`."""
 
-    num_tokens: int
     max_ngram: int
     min_ngram: int
     window: int

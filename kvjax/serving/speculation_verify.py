@@ -41,16 +41,17 @@ def verify(
 ) -> PassResult:
     """Runs the model on the first num_tokens i32[S] of batch i32[S, C], a flat batch of T = `size`, and chooses."""
     row_index = np.arange(num_tokens.size, dtype=np.int32)
-    column = np.arange(batch.shape[1], dtype=np.int32)[None]
+    column: Any = np.arange(batch.shape[1], dtype=np.int32)[None]
     view = cache.ragged(num_tokens, size, written=written)
-    logits, pools = forward(model, _flat(batch, view)[None], cache.pools, view, np.arange(size, dtype=np.int32))
+    all_positions: Any = np.arange(size, dtype=np.int32)
+    logits, pools = forward(model, _flat(batch, view)[None], cache.pools, view, all_positions)
     state = rows.state
     states = None
     if choose.logits_fn is not None:
         logits, states = _changed_logits(logits, view, batch, rows, choose)
     owners = _flat(jnp.broadcast_to(row_index[:, None], batch.shape), view)
     choice, _ = _of_owners(choose, owners)(logits, _rows_of_owners(rows, owners), view.positions[0] + 1)
-    index = jnp.minimum(view.starts[:, None] + column, size - 1)
+    index = jnp.minimum(runs(_starts(view), batch.shape[1]), size - 1)
     is_token = column < num_tokens[:, None]
     chosen = SampledTokens(SampledTokens.of(choice).bits[:, index, 0]).only(is_token)
     tokens = chosen.tokens
@@ -65,9 +66,16 @@ def verify(
 
 def _flat(values: jax.Array, view: View) -> jax.Array:
     """i32[T]; the values [S, C] of the tokens of a ragged view, 0 for padding."""
-    index = runs(view.starts, values.shape[1])
-    is_token = np.arange(values.shape[1], dtype=np.int32)[None] < view.num_tokens[:, None]
+    index = runs(_starts(view), values.shape[1])
+    column: Any = np.arange(values.shape[1], dtype=np.int32)[None]
+    is_token = column < view.num_tokens[:, None]
     return put(jnp.zeros((view.positions.shape[1],), jnp.int32), index, values, is_token)
+
+
+def _starts(view: View) -> jax.Array:
+    """i32[S]; the index of each row's first token in a ragged view."""
+    assert view.starts is not None
+    return view.starts
 
 
 def _of_owners(choose: Sampler, owners: jax.Array) -> Sampler:
@@ -91,12 +99,13 @@ def _changed_logits(
     """
     logits_fn = choose.logits_fn
     assert logits_fn is not None
-    position = pick(view.positions[0], view.starts)
+    starts = _starts(view)
+    position = pick(view.positions[0], starts)
 
     def one_column(carry: tuple[jax.Array, Any], column: Any) -> tuple[tuple[jax.Array, Any], Any]:
         logits, state = carry
         column_index, tokens = column
-        index = view.starts + column_index
+        index = starts + column_index
         args = pick(logits, index), tokens, position + column_index + 1
         if state is None:
             new = logits_fn(*args)
@@ -130,7 +139,7 @@ def _without_rejected(
 
     def run_again(pools: Pools) -> Pools:
         again = cache.ragged(num_right, view.positions.shape[1], written=written)
-        last = np.zeros((1,), np.int32)
+        last: Any = np.zeros((1,), np.int32)
         return forward(model, _flat(batch, again)[None], snapshots.put_back(pools), again, last)[1]
 
     return once(jnp.any(num_right < num_tokens), run_again, pools)

@@ -79,9 +79,14 @@ class Job:
         """Changes the output with a function."""
         change(self.output)
 
-    def end(self, finish: str) -> None:
-        """Ends the request with this `finish`."""
-        self.change(lambda output: setattr(output, "finish", finish))
+    def end(self, finish: str, reason: str | None = None) -> None:
+        """Ends it with this `finish` and reason."""
+
+        def change(output: Output) -> None:
+            output.reason = reason
+            output.finish = finish
+
+        self.change(change)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -225,7 +225,9 @@ class Draws:
         return ids(tokens) if request["verb"] == "admit" else [ids(text) for text in tokens]
 
 
-def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int = 40) -> SearchStrategy[list[Request]]:
+def requests(
+    spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int = 40, shrink_seconds: float = 60
+) -> SearchStrategy[list[Request]]:
     """A Hypothesis strategy for your own property tests: lists of requests, which shrink to the few that matter.
 
         @hypothesis.given(requests(spec))
@@ -241,6 +243,8 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
       spec: the spec of the cache on trial; keep it small.
       num_namespaces: number of tenants.
       max_size: the maximum number of requests in a list.
+      shrink_seconds: the time that Hypothesis may take to shrink a failing example. It has no setting for this, so the
+        limit holds for all tests of this process, until another call sets it. Hypothesis' own limit is 300.
 
     Raises:
       ImportError: without hypothesis. To install it, run `pip install "kvjax[test]"`.
@@ -252,6 +256,7 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
 
     from kvjax.testing import strategies  # imports hypothesis
 
+    strategies.limit_shrinking(shrink_seconds)
     # Lists of lists are longer on average than a flat list, and shrink equally well.
     lists = st.lists(st.lists(strategies.parts(spec, num_namespaces)).map(_joined)).map(_joined)
     return lists.map(lambda story: story[:max_size])

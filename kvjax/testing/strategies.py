@@ -6,10 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+from hypothesis.internal.conjecture import engine
 from hypothesis.strategies import SearchStrategy
 
 from kvjax.spec import CacheSpec
 from kvjax.testing.expected import MAX_TOKENS, Fields
+
+
+def limit_shrinking(seconds: float) -> None:
+    """Sets the time that Hypothesis may take to shrink a failing example."""
+    engine.MAX_SHRINKING_SECONDS = seconds  # read when an example has failed; there is no setting for it
 
 
 def parts(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[list[Fields]]:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that verifies itself after each request, and trials of policies."""
+"""A cache on trial, which verifies itself after each request."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,18 +13,16 @@ import numpy as np
 
 from kvjax.checks import static_options
 from kvjax.debug.invariants import check
-from kvjax.events.mirror import Mirror, fold, index_of, to_list
+from kvjax.events.mirror import Mirror, Node, fold, index_of, to_list
 from kvjax.events.records import COLUMNS, EventKind, Events, Records, Status
-from kvjax.spec import CacheSpec
-from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
+from kvjax.state import CacheState
 from kvjax.testing.expected import Expected, Fields, Row, adopt, arguments_of, pool_rows
-from kvjax.testing.requests import SMALL, Request, random_requests
+from kvjax.testing.requests import Request
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import fork
-from kvjax.verbs.init import init
 from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.release import release
 from kvjax.verbs.swap import swap_in, swap_out
@@ -133,7 +130,12 @@ class Trial:
         return events
 
     def apply(
-        self, fn: Callable[..., Any], *args: Any, partial: bool = False, cut: Mapping[int, int] | None = None
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        partial: bool = False,
+        cut: Mapping[int, int] | None = None,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> Any:
         """Carries out a composite of verbs, and verifies the cache afterwards as `do` does after a request.
 
@@ -157,6 +159,8 @@ class Trial:
           partial: whether `fn` may do a part of its work. By default nothing may have changed unless all statuses are
             OK. With `partial`, nothing may have changed unless some status is OK.
           cut: {row: remaining tokens} of rows cut back by `truncate`, so the same tokens are new again.
+          prompts: all prompts that `fn` computes. With them, a stored text must be the beginning of a prompt, or go on
+            after a whole prompt. A prompt committed from its start after a hit is neither.
 
         Returns:
           The events of `fn`, on the host.
@@ -177,6 +181,7 @@ class Trial:
             after = jax.device_get(state)
             new = {node: entry for node, entry in self.mirror.nodes.items() if node not in mirror.nodes}
             adopt(self._expected, before, after, new, events, cut or {})
+            self._verify_prompts(new, prompts)
             self.verify()
         except (AssertionError, ValueError) as error:
             raise AssertionError(f"{name}: {error}") from error
@@ -206,6 +211,14 @@ class Trial:
         self._verify_rows(state)
         self._verify_cached(state)
         self._verify_holders(state)
+
+    def _verify_prompts(self, new: Mapping[Node, tuple], prompts: Sequence[Sequence[int]]) -> None:
+        """Verifies the stored texts: each begins or continues a prompt, if prompts are given."""
+        texts = [list(prompt) for prompt in prompts]
+        for (_, block, _), (_, path, *_) in new.items():
+            text = [token for token, _ in self._expected.items(path)]
+            belongs = any(text[: len(prompt)] == prompt[: len(text)] for prompt in texts)
+            assert belongs or not texts, f"block {block} was stored as the text {text}, which continues no prompt"
 
     def _verify_index(self) -> None:
         """Verifies the fold law."""
@@ -346,79 +359,3 @@ def assert_equal(old: Any, new: Any, reason: str) -> None:
     """Asserts the equality of two pytrees' leaves. `reason` begins the message."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         assert np.array_equal(a, b), f"{reason}, yet changed {jax.tree_util.keystr(path) or 'the state'}"
-
-
-def check_policy(
-    policy: EvictionPolicy,
-    *,
-    seed: int = 0,
-    steps: int = 300,
-    spec: CacheSpec = SMALL,
-    must_admit: bool = True,
-    policy_state: Any = None,
-) -> collections.Counter[str]:
-    """Runs random requests on a small cache with a policy, and verifies the cache after each. See `Trial`.
-
-    It verifies these rules after every step. `check(state)` holds. The events so far give the index. No held or pinned
-    block was evicted, and no block before its children. A refused verb changed nothing. Every row would read its own
-    K/V. At the end a policy with `idle` must be idle, and NO_BLOCK among the ids of `touch` and `forget` must change
-    nothing.
-
-    Args:
-      policy: the policy on trial.
-      seed: the seed of the requests.
-      steps: number of requests.
-      spec: the spec of the cache. Keep it small, so blocks run short. With windows or a host tier, set
-        `must_admit=False`.
-      must_admit: whether prompts must be admitted if empty and cached blocks suffice, so the policy has to find every
-        victim.
-      policy_state: the policy's initial state; defaults to the state made by its `init`.
-
-    Returns:
-      Counts of successful requests by verb, of statuses, and of events. `["removed"]` counts the policy's choices.
-
-    Raises:
-      AssertionError: for a violated rule, with the step and its request.
-    """
-    trial = Trial(init(spec, policy, policy_state=policy_state), must_admit=must_admit)
-    for step, request in enumerate(itertools.islice(random_requests(seed, spec), steps)):
-        try:
-            trial.do(request)
-        except (AssertionError, ValueError) as error:
-            raise AssertionError(f"step {step} of seed {seed}, {request}: {error}") from error
-    if policy.idle:
-        _check_idle(policy, trial.state)
-    _check_padding(policy, trial.state)
-    return trial.tally
-
-
-def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies that padding among the ids changes nothing. As an index, NO_BLOCK would be the last block."""
-    group = state.groups[0]
-    zero = np.int32(0)
-    cached = np.flatnonzero((np.asarray(group.blocks.fill) > 0) & (np.asarray(group.blocks.refcount) == 0))[:3]
-    ids = cached.astype(np.int32) if len(cached) else np.zeros(1, np.int32)
-    padded = np.concatenate(
-        [np.stack([ids, np.full_like(ids, NO_BLOCK)], axis=1).reshape(-1), [NO_BLOCK]], dtype=np.int32
-    )
-    calls = {"touch": lambda ids: policy.touch(group.policy, group.blocks, ids, zero)}
-    if policy.forget is not None:
-        calls["forget"] = functools.partial(policy.forget, group.policy)
-    for name, call in calls.items():
-        without, with_padding = jax.device_get((jax.jit(call)(ids), jax.jit(call)(padded)))
-        assert_equal(without, with_padding, f"{name}: NO_BLOCK is padding among the ids")
-
-
-def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies that an empty request leaves the policy's state unchanged."""
-    group = state.groups[0]
-    no_ids = np.full(3, NO_BLOCK, np.int32)
-    zero = np.int32(0)
-    calls = {
-        "touch": lambda before, blocks: policy.touch(before, blocks, no_ids, zero),
-        "victims": lambda before, blocks: policy.victims(before, blocks, lambda ids: ids >= 0, zero, zero, 3)[1],
-        "forget": lambda before, blocks: before if policy.forget is None else policy.forget(before, no_ids),
-    }
-    for name, call in calls.items():
-        after = jax.jit(call)(group.policy, group.blocks)
-        assert_equal(jax.device_get(group.policy), jax.device_get(after), f"{name}: an idle policy, an empty request")

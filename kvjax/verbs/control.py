@@ -276,6 +276,6 @@ def emptied(state: CacheState) -> CacheState:
         empty = init_group(state.spec, group_index, policy, group.num_blocks)
         old = group.blocks
         blocks = empty.blocks.replace(generation=old.generation, clock=old.clock, time=old.time)
-        empty = empty.replace(blocks=blocks, policy=policy.forgot(group.policy, group.ids))
+        empty = empty.replace(blocks=blocks, policy=policy.forgot(group.policy, old, group.ids))
         groups.append(keep_host_policy(empty, group, policy))
     return state.replace(groups=tuple(groups))

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels.by_token import blocks_by_token, token_rows
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 def how(implementation):
     """Options to run an implementation on this machine. Without a GPU kernels run as plain JAX."""
-    interpreted = implementation in pallas_kernels.PLATFORMS and jax.default_backend() != "gpu"
+    interpreted = pallas_kernels.PLATFORMS.get(implementation) == "cuda" and jax.default_backend() != "gpu"
     return {"implementation": implementation, **({"interpret": True} if interpreted else {})}
 
 
@@ -44,14 +45,15 @@ class Case:
     """Rows of random K/V in random blocks of a pool. The pool is NaN everywhere else.
 
     A pool `stored` as int8, which has no NaN, or as float8_e4m3fn has scales, unless `scaled` is False. They are NaN
-    everywhere else. With `values` it has latents.
+    everywhere else. With `values` it has latents. By default it is by head.
     """
 
     def __init__(
         self, lengths, *, kv_heads=2, group=2, width=16, block_size=4, dtype="float32", layers=2, seed=0, stored=None,
-        scaled=True, values=None,
+        scaled=True, values=None, layout="heads",
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
+        self.block_size = block_size
         self.lengths, self.group, self.layer, self.dtype = np.asarray(lengths), group, layers - 1, dtype
         max_blocks = -(-max(1, *lengths) // block_size) + 1
         num_blocks = len(lengths) * max_blocks + 3
@@ -77,6 +79,8 @@ class Case:
             pool[index], scales[index] = kv, scale
             self.kv.append(kv * scale[..., None] if scaled else kv)
         self.pool = jnp.asarray(pool, stored or dtype)
+        if layout == "tokens":
+            self.pool = blocks_by_token(self.pool, token_rows(kv_heads, width))
         self.scales = jnp.asarray(scales) if stored and scaled else None
         self.rng, self.heads, self.width, self.values = rng, kv_heads * group, width, values
 
@@ -85,7 +89,7 @@ class Case:
         window = options.get("window")
         if window is None or options.get("sink_tokens"):
             return jnp.asarray(self.tables)
-        first_block = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
+        first_block = np.maximum(self.lengths - counts - window + 1, 0) // self.block_size
         column = np.arange(self.tables.shape[1])
         return jnp.asarray(np.where(column[None] < first_block[:, None], self.pool.shape[0] - 1, self.tables))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import mosaic, triton, triton_rope, xla
+from pallas_kernels import mosaic, tpu, triton, triton_rope, xla
 from pallas_kernels.quantise import largest, quantise
 from pallas_kernels.schedule import query_tiles, split_lengths
 from pallas_kernels.triton_attention import by_bits
@@ -67,7 +67,10 @@ def test_append_kv(dtype, source, heads, width, parts):
     )
     for array, values in zip(wanted, new, strict=True):
         array[index] = np.asarray(values).reshape(parts, 6, *array[index].shape[2:]).swapaxes(0, 1)[REAL]
-    found = [jax.jit(functools.partial(triton.append_kv, interpret=True))(*args), jax.jit(xla.append_kv)(*args)]
+    found = [
+        jax.jit(function)(*args)
+        for function in (functools.partial(triton.append_kv, interpret=True), tpu.append_kv, xla.append_kv)
+    ]
     check_equal(wanted, *([one] if len(arrays) == 1 else one for one in found))
 
 
@@ -116,8 +119,8 @@ def test_moving_blocks(dtype, heads, parts, count, what):
     for source, target, number in zip(sources[:count], targets[:count], tokens[:count], strict=True):
         whole[target], back[target] = old[source], old[source][..., ::-1]
         first[target, ..., :number, :] = old[source, ..., :number, :]
-    for module, options in ((triton, {"interpret": True}), (xla, {})):
-        run = {name: functools.partial(getattr(module, name), **options) for name in xla.__all__}
+    for module, options in ((triton, {"interpret": True}), (tpu, {}), (xla, {})):
+        run = {name: functools.partial(getattr(module, name), **options) for name in xla.__all__ if "blocks" in name}
         staged = run["gather_blocks"](pool, sources)
         found = [
             run["copy_blocks"](pool, sources, targets, jnp.int32(count)), staged,

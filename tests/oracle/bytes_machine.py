@@ -46,6 +46,7 @@ from kvjax.testing.expected import MAX_TOKENS
 from kvjax.testing.requests import Draws
 from kvjax.testing.trial import verify_order
 from kvjax.tiers import FailedTransfer, TieredCache
+from pallas_kernels.by_token import blocks_by_head, blocks_by_token, head_shape, token_rows
 from pallas_kernels.loops import scan, varying
 from tests import cases, drive
 from tests.drive import BOTH
@@ -189,6 +190,19 @@ class Chain(Pytree, static=("layers",)):
         return found
 
 
+def _with_layout(pools: Any, group: int, back: bool) -> Any:
+    """Pools of numpy with a group's arrays by head, from arrays by token; or `back` by token."""
+
+    def turned(pool: Any, array: Any) -> Any:
+        if not pool.by_token:
+            return array
+        rows = token_rows(pool.kv_heads, pool.head_dim)
+        return blocks_by_token(array, rows) if back else np.array(blocks_by_head(array, pool.head_dim))
+
+    arrays = tuple(map(turned, pools.spec.groups[group].pools, pools.arrays[group]))
+    return pools.replace(arrays=(*pools.arrays[:group], arrays, *pools.arrays[group + 1 :]))
+
+
 def visible(spec: Any, position: Any, written: Any) -> Any:
     """bool[...]: whether the next token after `written` tokens sees this position."""
     if spec.window is None:
@@ -201,6 +215,8 @@ def read(pools: Any, group: int, pool: int) -> Any:
     array, scales = pools.arrays[group][pool], pools.scales and pools.scales[group][pool]
     if isinstance(array, jax.Array) and (context := pools.context(group)):
         array, scales = context.ordered(array), None if scales is None else context.ordered(scales)
+    if isinstance(array, jax.Array) and pools.spec.groups[group].pools[pool].by_token:
+        array = blocks_by_head(array, 2)
     if array.shape[2] == 1:  # a latent is K, then V
         xp = jnp if isinstance(array, jax.Array) else np
         return xp.moveaxis(array[:, :, 0].reshape(*array.shape[:2], 1, SIZE, 2, 2), 4, 2)
@@ -212,11 +228,11 @@ def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
         array = pools.at(layer)[-1]
         if isinstance(array, dict):
             _, pools = kvjax.recur(cell, pools, layer, view, values[:, :, layer, :, 0], width=WIDEST)
-        elif array.shape[2] == 1:
+        elif head_shape(array.shape, 2)[2] == 1:
             latent = jnp.concatenate([values[:, :, layer, which] for which in (0, 1)], axis=-1)
             pools = kvjax.write(pools, layer, latent[:, :, None], None, view)
         else:
-            signs = signs_of(array.shape[3])
+            signs = signs_of(head_shape(array.shape, 2)[3])
             k, v = (values[:, :, layer, which, None] * signs[None, None] for which in (0, 1))
             pools = kvjax.write(pools, layer, k, v, view)
     return pools
@@ -567,8 +583,10 @@ class Life:
         return np.where(table == scratch, -1, table)
 
     def by_token(self, tiers: Any, back: bool = False) -> Any:
-        """Pools of both tiers in numpy, with each block's tokens in order, or `back` in the order of the devices."""
-        for number in range(len(self.spec.groups)):
+        """Pools of both tiers, of numpy, by head with the tokens of a block in order; or `back` as on the devices."""
+        for number, group in enumerate(self.spec.groups):
+            if any(pool.by_token for pool in group.pools):
+                tiers = [None if tier is None else _with_layout(tier, number, back) for tier in tiers]
             if context := self.cache.pools.context(number):
                 context = dataclasses.replace(context, size=SIZE // context.size) if back else context
                 ordered = functools.partial(jax.tree.map, context.ordered)
@@ -1652,6 +1670,8 @@ CONFIGS = {
     "latents": Config((FULL, LATENT, LATENT), host=5),
     "recurrent": Config((FULL, RECURRENT, (6, 1), RECURRENT), reserve_tokens=5),
     "recurrent, host": Config((FULL, RECURRENT, LATENT, RECURRENT), host=5, faces=("TieredCache",)),
+    "fast tokens": Config((FULL, (6, 1)), host=5, generate=False, verbs=FAST, options={"layout": "tokens"}),
+    "tokens, latents, host": Config((FULL, LATENT), host=5, faces=("TieredCache",), options={"layout": "tokens"}),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", faces=("TieredCache",), heads=2),

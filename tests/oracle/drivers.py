@@ -40,11 +40,12 @@ class Driven(Both):
       number: number of the last submitted job.
     """
 
-    def __init__(self, options: Options, num_blocks: int, seed: int):
+    def __init__(self, options: Options, num_blocks: int, seed: int, drafter: Any = None):
         super().__init__(options, "full", num_blocks, seed)
         self.num_blocks = num_blocks
         self.accepted: dict[Job, requests.Request | Status] = {}
-        self.options_of_run = RunOptions(scheduler=options, log_events=False, listener=lambda events: None)
+        listener = {"log_events": False, "listener": lambda events: None}
+        self.options_of_run = RunOptions(scheduler=options, drafter=drafter, **listener)
 
     def attach(self, driver: Driver) -> None:
         """Lets the oracle follow a driver, which has no requests so far."""

@@ -351,6 +351,11 @@ def test_bytes_on_a_mesh(name):
 
 
 @pytest.mark.slow
+def test_bytes_of_pools_by_token():
+    assert_happened(live(CONFIGS["fast tokens"], seed=9, steps=500).tally, *HAPPENS, *ON_HOSTS, *ADOPTED)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["context, host, int8", "context, latents"])
 def test_bytes_of_blocks_that_devices_divide(name):
     assert_happened(live(CONFIGS[name], seed=3, steps=300).tally, "hit", "generated", "failed", *ADOPTED)

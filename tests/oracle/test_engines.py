@@ -8,10 +8,11 @@ import itertools
 import jax
 import pytest
 
-from tests.oracle.bytes_machine import SIZE, live
+from tests.drafters import WRONG, Guesses
+from tests.oracle.bytes_machine import SIZE, VOCAB, live
 from tests.oracle.drivers import Driven
 from tests.oracle.engines import CONFIGS
-from tests.oracle.serving import COUNTS, OPTIONS
+from tests.oracle.serving import COUNTS, MODEL, OPTIONS
 
 STEPS = 400  # of a history
 OF_ENGINES = (
@@ -77,3 +78,17 @@ def test_turns_of_engines_and_batches_are_those_of_the_oracle(name, k):
         tally += driven.tally
     assert_happened(tally, *OF_TURNS)
     assert bool(tally["preempted"]) == (OPTIONS[name].reserve == "num_tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "canonical"])  # each pass of it is wide
+def test_turns_with_wrong_drafts_are_those_of_the_oracle(name):
+    """No pass verifies drafts after wrong drafts, so blocks, events and finishes are those without a drafter."""
+    tally = collections.Counter()
+    drafter = Guesses.of(MODEL, VOCAB, WRONG, pass_cost=0.5)
+    for num_blocks, seed in itertools.product(COUNTS, range(2)):
+        driven = Driven(OPTIONS[name], num_blocks, seed, drafter)
+        driven.engine(turns=60)
+        driven.batch()
+        tally += driven.tally
+    assert_happened(tally, "admitted", "mixed", "many steps", "stored", "removed", "finish length", "finish stop")

@@ -15,7 +15,7 @@ REFERENCE = {path.stem: path.read_text() for path in (ROOT / "docs/reference").g
 PAGES = {name: text for name, text in REFERENCE.items() if "automodule::" in text}  # of namespaces
 PACKAGES = "kvjax", "models", "pallas_kernels"
 # Kernels that `pallas_kernels.call` chooses by platform, with the signatures of `pallas_kernels.xla`.
-SAME_AS_XLA = {"pallas_kernels.derivative", "pallas_kernels.mosaic", "pallas_kernels.triton"}
+SAME_AS_XLA = {f"pallas_kernels.{name}" for name in ("derivative", "mosaic", "tpu", "triton")}
 
 
 def exports(module):

@@ -100,6 +100,8 @@ def test_links_lead_to_headings(tmp_path):
         links = re.findall(r"\]\(((?:\w+\.md)?)(?:#([\w-]+))?\)", (tmp_path / f"{page}.md").read_text())
         assert len(links) >= len(pages.USUAL)
         for target, anchor in links:
+            if target == "tpu.md":  # `make tpu-check` writes it
+                continue
             headings = re.findall(r"^#+ (.*)$", (tmp_path / (target or f"{page}.md")).read_text(), re.M)
             slugs = [heading.lower().replace(" ", "-") for heading in headings]
             assert slugs.count(anchor) == 1 or not anchor, anchor

@@ -103,9 +103,10 @@ def pool_steps(kind, loop, dtype):
     return Program(lowered, pools, 0.05 * size(pools))
 
 
-def quantised_step(dtype):
+def step_of_two_layers(dtype, layout="heads"):
     """Writes and attends in both layers; scales are donated too."""
-    spec = make_spec([LayerSpec(2, 32)] * 2, num_blocks=512, max_seqs=2, max_length=24, block_size=4, dtype=dtype)
+    sizes = {"num_blocks": 512, "max_seqs": 2, "max_length": 24, "block_size": 4}
+    spec = make_spec([LayerSpec(2, 32)] * 2, **sizes, dtype=dtype, layout=layout)
     pools = jax.eval_shape(lambda: init_pools(spec))
     assert size(pools) == 513 * sum(pool.block_bytes(4) for pool in spec.groups[0].pools)
 
@@ -287,7 +288,8 @@ PROGRAMS = [
     *((SLOW, pool_steps, ("kv", loop, dtype)) for loop, dtype in (
         ("while", "float32"), ("scan", "bfloat16"), ("scan", "float32"), ("while", "bfloat16"), ("layers", "bfloat16"),
     )),
-    (LONG, quantised_step, ("int8",)), (SLOW, quantised_step, ("float8_e4m3fn",)),
+    (LONG, step_of_two_layers, ("int8",)), (SLOW, step_of_two_layers, ("float8_e4m3fn",)),
+    (LONG, step_of_two_layers, ("float32", "tokens")),
     ((), recurrent_step, ("decode",)), ((), recurrent_step, ("mixed",)),
     ((), long_tables, ()), (LONG, skewed_rows_step, ()), (LONG, gradient, ()),
     *(((), moved_blocks, (move, shape)) for move in ("copy_blocks", "scatter_blocks") for shape in (

@@ -177,6 +177,28 @@ def test_the_same_tokens_may_be_committed_again():
         trial.apply(again)
 
 
+def test_a_prompt_committed_from_its_start_after_a_hit_continues_no_prompt():
+    other = [*TEXT[:4], 3, 3, 3, 3]
+
+    def whole_prompt(state, seq, tokens):
+        """Forgets `cached`: the next tokens of the row are not the first tokens of its prompt."""
+        state, admitted = VERBS["admit"](
+            state, seq=np.int32(seq), tokens=padded(tokens), length=np.int32(len(tokens)), namespace=np.int32(0)
+        )
+        counts = np.where(np.arange(ROWS) == seq, len(tokens) - int(admitted.cached[0]), 0).astype(np.int32)
+        new = np.zeros((ROWS, 20), np.int32)
+        new[seq, : len(tokens)] = tokens
+        state, committed = VERBS["commit"](state, tokens=new, num_tokens=counts)
+        return state, [admitted, committed]
+
+    trial = begun()
+    trial.apply(prefill, 1, other, prompts=[other])
+    trial = begun()
+    with pytest.raises(AssertionError, match=r"^whole_prompt: block \d was stored as .* continues no prompt$"):
+        trial.apply(whole_prompt, 1, other, prompts=[other])
+    begun().apply(whole_prompt, 1, other)  # the index follows its events: without the prompt nothing is wrong
+
+
 def test_what_a_composite_returns_is_checked():
     trial = begun()
     for returned, got in (

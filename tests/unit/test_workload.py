@@ -3,10 +3,12 @@
 
 import collections
 import sys
+import time
 
 import hypothesis
 import numpy as np
 import pytest
+from hypothesis.internal.conjecture import engine
 
 import kvjax
 from kvjax.testing import SMALL, Trial, jitted_verbs, requests
@@ -37,6 +39,24 @@ def test_what_fails_shrinks_to_the_request_that_matters():
     assert history == [{"verb": "swap_in", "seq": 0}]
     history = hypothesis.find(requests(SMALL), lambda found: any(r["verb"] == "admit" and r["tokens"] for r in found))
     assert history == [{"verb": "admit", "seq": 0, "tokens": [0], "namespace": 0}]
+
+
+def test_shrinking_ends_after_its_time():
+    calls = []
+
+    @hypothesis.settings(database=None, derandomize=True, deadline=None, max_examples=50)
+    @hypothesis.given(requests(SMALL, shrink_seconds=0.2))
+    def slow_and_wrong(history):
+        calls.append(len(history))
+        time.sleep(0.02)
+        assert sum(len(request.get("tokens", ())) for request in history) < 8
+
+    begin = time.monotonic()
+    with pytest.raises(AssertionError):
+        slow_and_wrong()
+    assert time.monotonic() - begin < 10 and len(calls) < 200
+    requests(SMALL)
+    assert engine.MAX_SHRINKING_SECONDS == 60
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.events.records import Status
 from kvjax.policies.scores import cost_aware
 from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes, num_cached
 from kvjax.research.traces.trace import Trace
@@ -156,7 +157,8 @@ def replay(
       Hits of every request. A request longer than a cache is refused there and finds nothing.
 
     Raises:
-      ValueError: for the rule "papers", no sizes, a size below 1, or a policy or state that `init` refuses.
+      ValueError: for the rule "papers", no sizes, a size below 1, a policy or state that `init` refuses, and a policy
+        that names ineligible blocks, or too few.
     """
     check_rule(rule)
     if rule == "papers":
@@ -166,13 +168,15 @@ def replay(
     requests = request_arrays(trace, rule)
     if overlap is None:
         spec, ids = _caches(blocks, trace, trace.lengths, 1)
-        num_found = _serve(spec, policy, 0, blocks, policy_state, requests, None, ids)
+        num_found, sound = _serve(spec, policy, 0, blocks, policy_state, requests, None, ids)
+        check_sound(policy, sound)
         return Hits(trace, rule, blocks, np.asarray(num_found).T)
     plan = overlapping(trace, *overlap)
     spec, ids = _caches(blocks, trace, plan.blocks, int(plan.running.max(initial=1)))
     begins, ends = _rows_and_ends(trace, plan)
     longest_answer = int(begins["answer"].max(initial=0))
-    num_found = _serve(spec, policy, longest_answer, blocks, policy_state, requests | begins, ends, ids)
+    num_found, sound = _serve(spec, policy, longest_answer, blocks, policy_state, requests | begins, ends, ids)
+    check_sound(policy, sound)
     num_found = np.asarray(num_found).T
     return Hits(trace, rule, blocks, np.maximum(num_found, 0), np.sum(num_found < 0, axis=1, dtype=np.int32))
 
@@ -187,6 +191,15 @@ def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
     """
     balance = dict(policy.parameters).get("balance", 0)
     return cost_aware(balance / block_size) if policy == cost_aware(balance) else policy
+
+
+def check_sound(policy: EvictionPolicy, sound: Any) -> None:
+    """Raises a ValueError unless all of sound bool[...] hold: the policy named only blocks that may leave."""
+    if not np.all(sound):
+        raise ValueError(
+            f"policy: got {policy}, which named ineligible blocks, or too few; wanted a policy that passes "
+            "kvjax.testing.check_policy"
+        )
 
 
 def request_arrays(trace: Trace, rule: Rule) -> dict[str, np.ndarray]:
@@ -237,8 +250,11 @@ def _serve(
     requests: dict[str, jax.Array],
     ends: dict[str, jax.Array] | None,
     ids: jax.Array,
-) -> jax.Array:
-    """i32[R, Z]; blocks found by each request in a cache of each size, or -1 if it was refused for lack of blocks."""
+) -> tuple[jax.Array, jax.Array]:
+    """i32[R, Z]; blocks found by each request in a cache of each size, or -1 if it was refused for lack of blocks.
+
+    Also returns bool[R, Z], false where a request was refused though there were enough blocks.
+    """
     serve = functools.partial(_serve_request, ids, ends, longest_answer)
     caches = jax.vmap(lambda size, state: init(spec, policy, size, policy_state=state))(sizes, states)
     step = lambda caches, request: jax.vmap(serve, in_axes=(0, None))(caches, request)  # noqa: E731
@@ -251,10 +267,10 @@ def _serve_request(
     longest_answer: int,
     cache: CacheState,
     request: dict[str, jax.Array],
-) -> tuple[CacheState, jax.Array]:
+) -> tuple[CacheState, tuple[jax.Array, jax.Array]]:
     """Releases the requests that end before this request begins, admits it, and reserves blocks for its answer.
 
-    Without `ends` requests do not overlap, so this request is released too.
+    Without `ends` requests do not overlap, so this request is released too. Also returns the two results of `_serve`.
     """
     row = 0 if ends is None else request["row"]
     seqs = None if ends is None else request["row"][None]
@@ -266,19 +282,23 @@ def _serve_request(
     start = request["start"]
     now = request["now"]
     width = cache.spec.max_blocks_per_seq
+    num_available = cache.groups[0].available
     cache, admitted = admit(cache, row, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
     num_found = admitted.cached[0]
     ok = admitted.ok
+    sound = (admitted.status[0] != Status.NO_BLOCKS) | (request["length"] > num_available)
     tokens = lax.dynamic_slice_in_dim(ids, start + num_found, width)[None]
     cache, _ = commit(cache, tokens, (request["cached"] - num_found)[None], seqs=seqs, now=now)
     if longest_answer:
         wanted = request["answer"][None]
+        num_available = cache.groups[0].available
         cache, extended = extend(cache, wanted > 0, wanted, seqs=seqs, max_tokens=longest_answer, now=now)
+        sound &= (extended.status[0] != Status.NO_BLOCKS) | (request["answer"] > num_available)
         ok &= extended.ok
         cache, _ = release(cache, jnp.where(ok, -1, row), now=now)  # without an answer the prompt's blocks are useless
     if ends is None:
         # A partly filled block is not committed, so it becomes empty when the row is released. After a refused request
         # the row is free, so commit and release are refused too.
         cache, _ = release(cache, row, now=now)
-        return cache, num_found
-    return cache, jnp.where(ok, num_found, -1)
+        return cache, (num_found, sound)
+    return cache, (jnp.where(ok, num_found, -1), sound)

@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 
 from kvjax._arrays import Pytree, add, count, fence, mix, pick, put, rank
 from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes
-from kvjax.research.simulators.replay import in_blocks, request_arrays
+from kvjax.research.simulators.replay import check_sound, in_blocks, request_arrays
 from kvjax.research.traces.trace import Trace
 from kvjax.spec import CacheSpec, make_spec
 from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy
@@ -42,10 +42,12 @@ def simulate(
 ) -> Hits:
     """Finds the same blocks as `replay`, request by request, in a fraction of its time: nothing is hashed or compared.
 
-    For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens, keys and
-    retention. A policy that reads any of these is refused with an error that names them. Use `replay` for such a
-    policy. Unlike the verbs, `simulate` does not check all choices of a policy, and raises an error only if it notices
-    an ineligible choice. Verify your policy with `kvjax.testing.check_policy`.
+    For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens and retention.
+    A policy that reads any of these is refused with an error that names them. Use `replay` for such a policy. Keys are
+    hashes of the trace's ids: equal for equal prefixes, as in the verbs, but other numbers. So a policy with a table of
+    hashed keys, such as `adaptive`, may find a few other blocks than by `replay`. Unlike the verbs, `simulate` does not
+    check all choices of a policy, and raises an error only if it notices an ineligible choice. Verify your policy with
+    `kvjax.testing.check_policy`.
 
     All caches run in a single program, compiled for each policy, rule, number of sizes, largest size, length of the
     longest prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and
@@ -74,11 +76,7 @@ def simulate(
     """
     arguments = _arguments(trace, policy, sizes, rule, policy_state)
     num_found, sound = _serve_all(*arguments) if len(trace) else (np.zeros((0, len(sizes)), np.int32), True)
-    if not np.all(sound):
-        raise ValueError(
-            f"policy: got {arguments[1]}, which named ineligible blocks, or too few; wanted a policy that passes "
-            "kvjax.testing.check_policy"
-        )
+    check_sound(arguments[1], sound)
     return Hits(trace, rule, check_sizes(sizes), np.asarray(num_found).T)
 
 

@@ -73,7 +73,7 @@ def test_kernels_are_traced_for_a_present_platform_or_a_requested_one(verb, args
 
 
 def test_lowering_for_knows_the_platforms_of_kernels():
-    with pytest.raises(ValueError, match="platform: got 'rocm', wanted one of \\['cuda'\\]"):
+    with pytest.raises(ValueError, match="platform: got 'rocm', wanted one of \\['cuda', 'tpu'\\]"):
         lowering_for("rocm")
 
 

@@ -2,6 +2,7 @@
 """Policies: the victims of each, and that no policy, however hostile, can break the cache."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from jax import lax
 import kvjax
 from kvjax import research
 from kvjax.state import EvictionPolicy
-from kvjax.testing import check_policy
-from tests import cases
+from kvjax.testing import Trial, check_policy, random_requests
+from kvjax.testing.policy_trial import check_victims
+from tests import cases, drive
 from tests.drive import PLAIN, Driver
 
 STEPS = 150
@@ -67,11 +69,26 @@ def hostile():
 def test_a_hostile_policy_cannot_break_the_cache(name):
     honest = name.startswith("all, ")
     which = jnp.int32(list(HOSTILE).index(name))
-    tally = check_policy(hostile(), seed=1, steps=STEPS, must_admit=honest, policy_state=which)
-    if honest:
-        assert tally["removed"] > 10
-    if name == "nobody":
-        assert tally["NO_BLOCKS"] > 10
+    if honest or name == "nobody":
+        tally = check_policy(hostile(), seed=1, steps=STEPS, must_admit=honest, policy_state=which)
+        assert tally["removed" if honest else "NO_BLOCKS"] > 10
+        return
+    trial = Trial(kvjax.init(PLAIN, hostile(), policy_state=which))
+    for request in itertools.islice(random_requests(1, PLAIN), STEPS):
+        trial.do(request)
+    with pytest.raises(AssertionError, match=f"victims of .* named block {NAMED[name]}"):
+        check_policy(hostile(), seed=1, steps=STEPS, must_admit=False, policy_state=which)
+
+
+NAMED = {  # the first fault that `check_policy` finds
+    "the same one": r"\d+ twice",
+    "each twice": r"\d+ twice",
+    "held and empty ones": r"\d+, which (seqs? [\d ]+ holds?|is empty)",
+    "any": r"\d+, which (seqs? [\d ]+ holds?|is empty)",
+    "unknown ones": r"12, which does not exist",
+    "far below zero": r"-2147483648, which does not exist",
+    "parents first": r"\d+ before its child \d+",
+}
 
 
 SCORES = {
@@ -236,6 +253,59 @@ def test_a_policy_that_takes_padding_for_the_last_block_is_found(part):
         check_policy(
             policy, steps=0, policy_state=jnp.arange(1, 1 + kvjax.testing.SMALL.groups[0].num_ids, dtype=jnp.int32)
         )
+
+
+def choosing(victims, name):
+    """A policy without a state."""
+    return EvictionPolicy(lambda num_ids: (), lambda pstate, *_: pstate, victims, name=name)
+
+
+@pytest.mark.parametrize("name", ["held", "empty"])
+def test_a_block_that_may_not_leave_is_named_with_its_holder(name):
+    def victims(pstate, blocks, eligible, wanted, now, size):
+        ids = jnp.arange(blocks.fill.shape[0], dtype=jnp.int32)
+        may_not = (blocks.refcount > 0) if name == "held" else (blocks.fill == 0) & (blocks.refcount == 0)
+        return packed(jnp.where(may_not, ids, -1), size), pstate
+
+    def check(cache):
+        (group,) = cache.state.groups
+        policy = choosing(victims, name)
+        check_victims(cache.state.replace(policy=policy, groups=(group.replace(policy=()),)), 1)
+
+    cache = Driver(kvjax.init(PLAIN))
+    cache.start(2, [7] * 8)
+    cache.do("release", 2)
+    cache.start(0, [1] * 5)
+    words = {"held": "which seq 0 holds", "empty": "which is empty"}
+    with pytest.raises(AssertionError, match=rf"^victims of {name}\(\) named block \d+, {words[name]}$"):
+        check(cache)
+    cache.do("fork", 0, 1)
+    pinned = cache.state.groups[0].table[0, :1]
+    cache.do("pin", drive.padded(pinned, PLAIN.max_blocks_per_seq, -1))
+    for row in (0, 1):
+        holders = {0: "seqs 0 1 hold", 1: "seq 1 holds"}
+        if name == "held":
+            with pytest.raises(AssertionError, match=rf"named block \d+, which {holders[row]}$"):
+                check(cache)
+        cache.do("release", row)
+    if name == "held":
+        with pytest.raises(AssertionError, match=rf"named block {pinned[0]}, which a pin holds$"):
+            check(cache)
+
+
+@pytest.mark.parametrize("part", ["touch", "forget"])
+def test_the_plain_line_counts_no_padding_in_a_cache(part):
+    """The cache passes the number of ids for padding, which jax drops."""
+    plain = {
+        "touch": lambda seen, blocks, ids, now: seen.at[ids].add(1),
+        "forget": lambda seen, ids: seen.at[ids].set(7),
+    }
+    policy = COUNTED._replace(idle=False, **{part: plain[part]})
+    blocks = blocks_of()
+    ids = jnp.array([3, -1, 0, -1], jnp.int32)
+    before = policy.init(12)
+    after = policy.touched(before, blocks, ids, NOTHING) if part == "touch" else policy.forgot(before, blocks, ids)
+    assert np.flatnonzero(np.asarray(after) != np.asarray(before)).tolist() == [0, 3]
 
 
 @pytest.mark.long

@@ -14,18 +14,19 @@ def step(kind, form, dtype="float32", **mesh):
     """Queries, the pools with all K/V, the view of the last tokens, and the K/V as the pools hold them."""
     kv, pools = kv_of(kind), written(kind, form, dtype, **mesh)
     now = FORMS[form][0](states(kind, form)[1]).replace(spec=pools.spec)
-    pools = jax.jit(lambda pools: write(pools, 0, *on_view(kv, now, FORMS[form][2]), now))(pools)
+    lines = on_view(kv, now, FORMS[form][2])
+    pools = jax.jit(lambda pools: write(pools, 0, *lines, now))(pools)
     q = np.random.default_rng(2).standard_normal((*now.positions.shape, HEADS, kv.shape[-1])).astype(np.float32)
     return q, pools, now, stored(kv, dtype)
 
 
-def masses(q, kv, form, now, last=None, scale=None, cap=None):
+def masses(q, kv, seqs, now, last=None, scale=None, cap=None):
     """f64[R, K, 16]; the mass of each block, token by token."""
     kv_heads, starts = kv.shape[3], now.starts
     starts = np.arange(len(now.lengths)) * now.positions.shape[1] if starts is None else np.asarray(starts)
     total = np.zeros((len(starts), kv_heads, 16))
     flat = q.reshape(-1, *q.shape[2:]).astype(np.float64)
-    for row, (seq, start, count) in enumerate(zip(FORMS[form][2], starts, np.asarray(now.num_tokens), strict=True)):
+    for row, (seq, start, count) in enumerate(zip(seqs, starts, np.asarray(now.num_tokens), strict=True)):
         for token in range(max(count - (last or count), 0), count):
             seen = int(now.lengths[row]) - count + token + 1
             for head in range(HEADS):
@@ -51,7 +52,7 @@ def test_mass_is_the_sum_of_the_weights_of_a_blocks_tokens(kind, form, dtype):
     q, pools, now, kv = step(kind, form, dtype)
     for options in ({}, {"last": 2, "scale": 0.3, "soft_cap": 1.5}):
         got = jax.jit(lambda q, pools, options=options: block_mass(q, pools, 0, now, **options))(q, pools)
-        wanted = masses(q, kv, form, now, options.get("last"), options.get("scale"), options.get("soft_cap"))
+        wanted = masses(q, kv, FORMS[form][2], now, options.get("last"), options.get("scale"), options.get("soft_cap"))
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
 
 
@@ -61,7 +62,8 @@ def test_mass_within_a_choice_is_that_of_its_tokens_alone():
     seen = select_blocks(now, np.arange(16) == 2)
     got = block_mass(q, pools, 0, seen)
     tokens = [*range(8, 12), *range(36, 37)]  # of row 0: block 2, then its own
-    wanted = masses(q[:1], kv[:, :1, tokens], "decode", now.replace(lengths=np.array([5]), num_tokens=np.array([1])))
+    short = now.replace(lengths=np.array([5]), num_tokens=np.array([1]))
+    wanted = masses(q[:1], kv[:, :1, tokens], [0], short)
     np.testing.assert_allclose(got[0], wanted[0], rtol=2e-5, atol=2e-6)
 
 

@@ -132,28 +132,35 @@ def test_devices_that_divide_heads_or_blocks_read_chosen_blocks(axes):
         check("kv", "mixed", "float32", [some_columns(0.4)], mesh=mesh, **axes)
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.long)])
-@pytest.mark.parametrize("form", ["decode", "mixed"])
-def test_a_window_and_the_first_tokens_are_seen_to_the_token(form, implementation, request):
+@pytest.mark.parametrize(
+    ("kind", "form", "implementation"),
+    [
+        ("sinks", "mixed", "xla"),
+        pytest.param("sinks", "mixed", "triton", marks=pytest.mark.long),
+        pytest.param("sinks", "decode", "xla", marks=pytest.mark.long),
+        pytest.param("sinks", "decode", "triton", marks=pytest.mark.long),
+        pytest.param("window", "mixed", "xla", marks=pytest.mark.long),
+    ],
+)
+def test_a_window_and_the_first_tokens_are_seen_to_the_token(kind, form, implementation, request):
     """Sinks and window are exact, while the blocks between them belong to other rows by now."""
     if implementation == "triton":
         request.getfixturevalue("interpreted")
-    for kind in ("window", "sinks"):
-        make, _, seqs = FORMS[form]
-        now, kv = make(states(kind, form)[1]), kv_of(kind)
-        pools = written(kind, form)
-        pools = write(pools, 0, *on_view(kv, now, seqs), now.replace(spec=None))
-        pools = without(pools, 1, np.arange(21) == 20)
-        q = np.random.default_rng(2).standard_normal((*now.positions.shape, HEADS, 16)).astype(np.float32)
-        position = np.arange(50)
-        is_read = position[None] > position[:, None] - WINDOW
-        if kind == "sinks":
-            is_read |= position < SINKS
-        whole = select_blocks(now, np.ones((len(seqs), 16), bool), 1)
-        run = jax.jit(functools.partial(attend, layer=0, window=WINDOW, implementation=implementation))
-        for seen in (now, whole):
-            out = run(q, pools, view=seen)
-            compare(out, q, kv, form, kind, np.broadcast_to(is_read, (3, 50, 50)), now)
+    make, _, seqs = FORMS[form]
+    now, kv = make(states(kind, form)[1]), kv_of(kind)
+    pools = written(kind, form)
+    pools = write(pools, 0, *on_view(kv, now, seqs), now.replace(spec=None))
+    pools = without(pools, 1, np.arange(21) == 20)
+    q = np.random.default_rng(2).standard_normal((*now.positions.shape, HEADS, 16)).astype(np.float32)
+    position = np.arange(50)
+    is_read = position[None] > position[:, None] - WINDOW
+    if kind == "sinks":
+        is_read |= position < SINKS
+    whole = select_blocks(now, np.ones((len(seqs), 16), bool), 1)
+    run = jax.jit(functools.partial(attend, layer=0, window=WINDOW, implementation=implementation))
+    for seen in (now, whole):
+        out = run(q, pools, view=seen)
+        compare(out, q, kv, form, kind, np.broadcast_to(is_read, (3, 50, 50)), now)
 
 
 def test_a_choice_of_a_choice_has_the_columns_of_the_view():

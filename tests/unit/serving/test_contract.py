@@ -218,9 +218,15 @@ def test_namespaces_share_nothing(way):
 
 
 @ways(but="rollout")
-def test_a_prompt_that_the_whole_cache_cannot_hold_gets_no_token(way):
-    first, second = WAYS[way](5).run([ask([1] * 24), ask([7])])
+def test_a_prompt_that_the_whole_cache_cannot_hold_gets_no_token(way, caplog):
+    first, other, second = WAYS[way](5).run([ask([1] * 24), ask([2] * 24), ask([7])])
     assert (first.finish, first.tokens, second.finish) == ("no_blocks", [], "length")
+    wanted_blocks = -(-(24 + NEW) // 4)
+    for output in (first, other):
+        assert re.match(rf"(group 0, .*: )?{wanted_blocks} blocks wanted for {24 + NEW} tokens, 5 in", output.reason)
+    assert second.reason is None
+    (line,) = [record.getMessage() for record in caplog.records if "no_blocks" in record.getMessage()]
+    assert line.endswith(f"ended with no_blocks: {first.reason}; only the first such request of a run is reported")
 
 
 @ways(but="Engine")

@@ -5,7 +5,7 @@ The contract's way "drafts" runs all its cases with random drafts, and `oracle/e
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_grammars_and_penalties_hold_with_drafts(kind):
     penalties = Penalties.of(3 * NEW, frequency=0.5, presence=0.25)
     requests = [
         dataclasses.replace(request, logits_state=(penalties, constraints.state(number % 2)))
-        for number, request in enumerate(REQUESTS)
+        for number, request in enumerate(REQUESTS[:4])  # not the one with min_tokens, which a grammar excludes
     ]
     options = {"kind": kind, "requests": requests, "logits_fn": chain(penalize, constraints)}
     plain, _ = run(None, **options)
@@ -185,7 +185,7 @@ def test_ngrams_are_looked_up_as_by_hand():
     for _ in range(40):
         texts = [rng.integers(0, 3, rng.integers(1, 20)).tolist() for _ in range(3)]
         padded = np.stack([np.pad(text, (0, 30 - len(text)), constant_values=1) for text in texts]).astype(np.int32)
-        length = np.array([len(text) for text in texts], np.int32)
+        length = jnp.array([len(text) for text in texts], jnp.int32)
         rows: Any = None
         drafting = Drafting(cache, rows, jnp.ones(3, bool), jnp.zeros(3), jnp.asarray(padded), length, rows)
         drafts = drafter.propose(drafting)
@@ -204,7 +204,7 @@ def test_ngrams_are_looked_up_as_by_hand():
         (lambda: ngram(4, window=3), "window: got 3"),
         (lambda: ngram(4, max_drafts=0), "max_drafts: got 0"),
         (lambda: ngram(4, pass_cost=-1), "pass_cost: got -1, wanted a number of at least 0"),
-        (lambda: RunOptions(drafter=4), "drafter: got 4, wanted a kvjax.serving.Drafter or None"),
+        (lambda: RunOptions(drafter=cast(Any, 4)), "drafter: got 4, wanted a kvjax.serving.Drafter or None"),
     ],
 )
 def test_errors_name_the_argument(make, message):

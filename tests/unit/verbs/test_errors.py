@@ -608,11 +608,13 @@ def test_checked_raises_with_the_row_and_the_status():
     admit = kvjax.debug.checked(VERBS["admit"])
     state, _ = admit(kvjax.init(PLAIN), np.int32(0), ints(WIDTH), np.int32(3))
     with pytest.raises(
-        kvjax.debug.RequestError, match=r"^admit: row 0 of the request was refused with HELD$"
+        kvjax.debug.RequestError, match=r"^admit: row 0 of the request was refused with HELD: seq 0 had 3 reserved"
     ) as caught:
         admit(state, np.int32(0), ints(WIDTH), np.int32(3))
     assert caught.value.status is Status.HELD and caught.value.row == 0
-    with pytest.raises(kvjax.debug.RequestError, match=r"^release: row 1 .* BAD_REQUEST$") as caught:
+    with pytest.raises(
+        kvjax.debug.RequestError, match=r"^release: row 1 .* BAD_REQUEST: seq 1 had 0 reserved"
+    ) as caught:
         kvjax.debug.checked(VERBS["release"])(state, np.array([0, 1, 2], np.int32))
     assert caught.value.row == 1
     assert isinstance(caught.value, ValueError)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs compiled for real TPUs without one: pools stay in place, and chips exchange nothing but projections.
+
+`make tpu-check` runs these tests in an environment with libtpu.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import sys
+
+import pytest
+
+from tests.drive import output_of
+from tests.kernels import tpu_compile
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs (make tpu-check)"),
+]
+# Programs with a model take a minute each. The others share a process.
+QUICK = tuple(case for case in tpu_compile.CASES if not case.startswith(tpu_compile.WITH_MODEL))
+
+
+@functools.cache
+def compiled(target, *cases):
+    """Results by case: of `make tpu-check` if it has compiled them, or of a new process."""
+    folder = os.environ.get("KVJAX_TPU_RESULTS")
+    command = sys.executable, "-m", "tests.kernels.tpu_compile", target, *cases
+    printed = pathlib.Path(folder, f"{target}.json").read_text() if folder else output_of(*command)
+    return {result["case"]: result for result in map(json.loads, printed.splitlines())}
+
+
+def result_of(target, case):
+    return compiled(target, *(QUICK if case in QUICK else (case,)))[case]
+
+
+@pytest.mark.parametrize("case", tpu_compile.CASES)
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+def test_pools_stay_in_place(target, case):
+    result = result_of(target, case)
+    assert result["temporaries"] < tpu_compile.LIMIT * result["pool"]
+    if not (case.endswith("mesh") and case.startswith(tpu_compile.WITH_MODEL)):
+        assert not result["collectives"]
+    else:  # the model adds up its projections, and looks up and chooses tokens in a divided vocabulary
+        in_layers = [place for place in result["collectives"] if "/layer" in place]
+        assert len(in_layers) == 2 * tpu_compile.LAYERS
+        of_pools = re.compile("/(write|rope_write|attend|copy_blocks|extend|commit|trim)/")
+        assert not any(of_pools.search(place) for place in result["collectives"])

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles programs for a TPU on a machine that has none: `python -m tests.kernels.tpu_compile TARGET [CASE ...]`.
+
+Needs libtpu, which `make tpu-check` installs into an environment of its own. Each case's result is a line of JSON: the
+bytes of its pools and of its temporaries, the bytes of its code, the seconds to compile, and its collectives. A case
+that ends with "mesh" is divided over the four chips of a 2 x 2 slice by kv heads, and its bytes are of one chip.
+"""
+
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvjax
+import kvjax.serving
+import pallas_kernels
+from kvjax.events.log import init_log
+from kvjax.pools import host, stage
+from kvjax.pools.device import Pools
+from kvjax.pools.placement import Placement
+from kvjax.serving import init_serving, worst_step
+from kvjax.serving.decode import Rows, decode, decode_log
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
+from models.placement import partition_spec
+
+# Slices of four chips. A v4 and a v5p also have a third axis.
+TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LIMIT = 0.2  # of the pools' bytes, for temporaries
+WITH_MODEL = "block", "step", "serve", "rollout"  # the first words of cases
+BLOCKS_OF = Pools, host.HostPools, stage.Staged
+ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, BLOCKS, MOVED = 16, 32, 8, 128, 2048, 4, 1024, 8
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def spec_of(width=WIDTH, kv_heads=KV_HEADS, **options) -> kvjax.CacheSpec:
+    layers = [kvjax.LayerSpec(kv_heads, width)] * LAYERS
+    options = {"num_blocks": BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "block_size": 16, **options}
+    return kvjax.make_spec(layers, **options)
+
+
+def cache_of(**options) -> kvjax.Cache:
+    return jax.eval_shape(lambda: kvjax.Cache.create(spec_of(**options)))
+
+
+def admit(**options):
+    """A prompt of 1,024 tokens enters, with the copies of blocks."""
+
+    def run(cache, tokens, length, row):
+        return cache.admit(row, tokens, length)
+
+    return run, (cache_of(**options), i32(1024), i32(), i32()), (0,)
+
+
+def gather(**options):
+    return lambda pools, rows: stage.gather(pools, [rows]), (cache_of(**options).pools, i32(MOVED)), ()
+
+
+def scatter(**options):
+    def run(pools, staged, rows, count):
+        return stage.scatter(pools, staged, [rows], [count])
+
+    pools = cache_of(**options).pools
+    staged = jax.eval_shape(lambda pools: stage.gather(pools, [jnp.zeros(MOVED, jnp.int32)]), pools)
+    return run, (pools, staged, i32(MOVED), i32()), (0,)
+
+
+def write(width=WIDTH, **options):
+    """The K/V of 64 tokens each of two rows enter a layer."""
+
+    def run(cache, k, v, counts, rows):
+        return cache.replace(pools=kvjax.write(cache.pools, 1, k, v, cache.view(counts, 64, rows)))
+
+    kv = bf16(2, 64, KV_HEADS, width)
+    return run, (cache_of(width=width, **options), kv, kv, i32(2), i32(2)), (0,)
+
+
+def small_llama(width=WIDTH) -> Any:
+    """A decoder with few weights: XLA turns some of them, which counts among the temporaries."""
+    config = ModelConfig("llama", 1024, 512, 1024, HEADS, (LayerConfig(KV_HEADS, width),) * LAYERS)
+    return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
+def block(width=WIDTH, steps=8, **options):
+    """A block of decode steps: extend, eight times view, rope_write, attend and a choice of tokens, commit, trim."""
+    cache = cache_of(width=width, **options)
+    flags = jax.ShapeDtypeStruct((ROWS,), jnp.bool_)
+    rows = Rows(i32(ROWS), flags, i32(ROWS), jax.ShapeDtypeStruct((ROWS,), jnp.uint32))
+    log = jax.eval_shape(lambda: decode_log(cache.state.spec, steps))
+
+    def run(model, cache, rows, log, stop):
+        return decode(model, cache, rows, log, steps=steps, stop=stop, sampling=None, k=steps)
+
+    return run, (small_llama(width), cache, rows, log, i32(2)), (1, 3)
+
+
+def step(width=WIDTH, **options):
+    """A step of `kvjax.step`: 64 tokens each of two rows."""
+    return kvjax.step, (small_llama(width), cache_of(width=width, **options), i32(2, 64), i32(2), i32(2)), (1,)
+
+
+def serve(**options):
+    """The loop of the scheduler around the bundled model, for 256 requests in 16 rows."""
+    config = ModelConfig("qwen2", 249, 96, 192, 4, (LayerConfig(2, 32),) * 2)
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    options = {"num_blocks": 8 * BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "dtype": "float32", **options}
+    spec = kvjax.make_spec(model.layer_specs(), **options)
+    scheduler = kvjax.serving.Scheduler(k=8, chunk=256, chunk_rows=4)
+    requests = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, greedy=True))
+    log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), spec.block_size))
+
+    def run(model, requests, log, steps):
+        return kvjax.serving.serve(model, requests, log, scheduler=scheduler, steps=steps)
+
+    return run, (model, requests, log, i32()), (1, 2)
+
+
+def rollout(**options):
+    """Eight completions of 64 tokens for each of two prompts."""
+
+    def run(model, cache, prompts, lengths):
+        return kvjax.serving.rollout(model, cache, prompts, lengths, max_new_tokens=64, samples=8)
+
+    return run, (small_llama(), cache_of(**options), i32(2, 128), i32(2)), (1,)
+
+
+def move(to_host: bool, **options):
+    """64 blocks move between the tiers."""
+    pools = cache_of(num_host_blocks=BLOCKS, **options).pools
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct((BLOCKS, *x.shape[1:]), x.dtype), (pools.arrays, pools.scales))
+    on_host = host.HostPools(arrays[0], pools.spec, arrays[1])
+
+    def run(targets, sources, index):
+        return host._copy_blocks(host.arrays_of(targets, 0), host.arrays_of(sources, 0), index)
+
+    return run, ((on_host, pools) if to_host else (pools, on_host)) + (i32(2, 64),), (0,)
+
+
+# XLA turns the scales of shorter blocks.
+INT8 = {"dtype": "int8", "block_size": 128, "num_blocks": BLOCKS // 8}
+MAKERS = admit, gather, scatter, write, block, step
+CASES = {
+    "admit": admit,
+    "gather": gather,
+    "scatter": scatter,
+    "write": write,
+    "block": block,
+    "step": step,
+    **{f"{case.__name__}_int8": functools.partial(case, **INT8) for case in MAKERS},
+    # Four times the blocks: each chip has as much of the pool as in the cases above.
+    **{f"{case.__name__}_mesh": functools.partial(case, num_blocks=4 * BLOCKS) for case in MAKERS},
+    **{f"{case.__name__}_tokens": functools.partial(case, layout="tokens") for case in MAKERS},
+    **{
+        f"{case.__name__}_tokens_64": functools.partial(case, layout="tokens", width=64)
+        for case in (write, gather, block)
+    },
+    "to_host_tokens": functools.partial(move, True, layout="tokens"),
+    "to_device_tokens": functools.partial(move, False, layout="tokens"),
+    "serve_tokens": functools.partial(serve, layout="tokens"),
+    "rollout_tokens": functools.partial(rollout, layout="tokens"),
+    "block_tokens_mesh": functools.partial(block, layout="tokens", num_blocks=4 * BLOCKS),
+}
+
+
+def on_tpus(topology, args, num_chips: int):
+    """The arguments on a mesh of the first chips, divided by kv heads; and the mesh."""
+    mesh = Mesh(np.array(topology.devices[:num_chips]), ("x",))
+
+    def put(x, partition, memory=None):
+        place = NamedSharding(mesh, partition, memory_kind=memory)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    def put_weight(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return put(x, partition_spec(name, x.shape, mesh, "x"))
+
+    def put_part(part):
+        if isinstance(part, Pools) and num_chips > 1:
+            part = part.replace(placement=Placement(mesh.abstract_mesh, "x"))
+        if isinstance(part, BLOCKS_OF):
+            memory = "pinned_host" if isinstance(part, host.HostPools) else None
+            return jax.tree.map(lambda x: put(x, P(None, None, None, "x"), memory), part)
+        if isinstance(part, Decoder):
+            return jax.tree_util.tree_map_with_path(put_weight, part)
+        return put(part, P())
+
+    return jax.tree.map(put_part, args, is_leaf=lambda x: isinstance(x, (*BLOCKS_OF, Decoder))), mesh
+
+
+def collectives(text: str) -> list[str]:
+    """The operations between chips in a compiled program, each with the part of the model that it belongs to."""
+    pattern = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
+    matches = [(match[1], line) for line in text.splitlines() if (match := re.search(pattern, line))]
+    places = [re.search(r'op_name="([^"]*)"', line) for _, line in matches]
+    return [f"{kind} in {place[1] if place else 'no place'}" for (kind, _), place in zip(matches, places, strict=True)]
+
+
+def measure(target: str, case: str) -> dict[str, Any]:
+    """Compiles a case, and returns its measurements."""
+    function, args, donate = CASES[case]()
+    topology = topologies.get_topology_desc(TARGETS[target], "tpu")
+    args, mesh = on_tpus(topology, args, 4 if case.endswith("mesh") else 1)
+    with pallas_kernels.lowering_for("tpu"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    begin = time.monotonic()
+    compiled = lowered.compile()
+    seconds = time.monotonic() - begin
+    memory = compiled.memory_analysis()
+    pools = [part for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Pools)) if isinstance(part, Pools)]
+    arrays = [x for part in pools for x in jax.tree.leaves(part)]
+    sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays]
+    return {
+        "case": case,
+        "pool": sum(sizes),
+        "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+        "seconds": round(seconds, 1),
+        "collectives": sorted(collectives(compiled.as_text())),
+    }
+
+
+PAGE = """\
+<!-- `make tpu-check` has written this page: edit no figure. -->
+
+# Compiled for TPUs
+
+**Compiled, not run.** No figure on this page is a speed. jax {jax} and libtpu {libtpu} compiled each program on a
+machine without a TPU. A cell has the bytes of temporaries in % of the pool's bytes. A test limits it to {limit:.0%}.
+The pool is {pool} MiB of K/V: {layers} layers, {kv_heads} kv heads of width {width} in bfloat16, blocks of 16 tokens.
+int8 and heads of width 64 have half of it, int8 in blocks of 128 tokens. Seconds are those of a shared, busy machine.
+The programs:
+
+- **admit**: a prompt of 1,024 tokens enters, with the copies of blocks. **write**: K/V of 128 tokens enter a layer.
+- **gather** and **scatter**: 8 blocks leave the pool, or enter it. **to host** and **to device**: 64 blocks change the
+  tier.
+- **block**: a block of 8 decode steps of a small decoder, 16 rows. **step**: `kvjax.step` of 2 x 64 tokens.
+- **serve**: the loop of the scheduler with the bundled model. **rollout**: 8 completions of 64 tokens of 2 prompts.
+
+A **mesh** is 2 x 2 chips that divide the kv heads. Names with **tokens** have `layout="tokens"`, all others "heads".
+
+| program | {names} | MiB of code | seconds to compile |
+| --- | {rules} | --- | --- |
+"""
+
+
+def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The page of results by chip and case. Code and seconds are those of the first chip."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    first = next(cases for cases in results.values() if "write" in cases)
+    text = PAGE.format(
+        **versions,
+        limit=LIMIT,
+        pool=round(first["write"]["pool"] / 2**20),
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        width=WIDTH,
+        names=" | ".join(results),
+        rules=" | ".join("---" for _ in results),
+    )
+    for case in CASES:
+        cells = [cases.get(case) for cases in results.values()]
+        shares = [f"{cell['temporaries'] / cell['pool']:.1%}" if cell else "not compiled" for cell in cells]
+        measured = next((cell for cell in cells if cell), None)
+        rest = [f"{measured['code'] / 2**20:.1f}", f"{measured['seconds']:.0f}"] if measured else ["", ""]
+        text += f"| {case.replace('_', ' ')} | {' | '.join(shares + rest)} |\n"
+    return text
+
+
+def prepare() -> None:
+    """Settings of a process that compiles for TPUs: libtpu asks no machine of Google's for its own description."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+
+def main() -> None:
+    """Compiles cases for a target, all by default, or writes the page from a folder with a file for each target."""
+    if sys.argv[1] != "page":
+        for name in sys.argv[2:] or CASES:
+            print(json.dumps(measure(sys.argv[1], name)), flush=True)
+        return
+    results = {}
+    for target in TARGETS:
+        file = pathlib.Path(sys.argv[2], f"{target}.json")
+        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        results[target] = {line["case"]: line for line in lines}
+    (pathlib.Path(__file__).parents[2] / "docs" / "performance" / "tpu.md").write_text(page(results))
+
+
+if __name__ == "__main__":
+    prepare()
+    main()
