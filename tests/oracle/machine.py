@@ -139,7 +139,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.thinning = spec.thinning
         sizes = {group.key: max(blocks, spec.least_blocks(group)) for group in spec.groups}
         self.state = kvjax.init(spec, chosen, num_blocks=sizes)
-        windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in spec.window_groups if group.window]
+        sliding = [group for group in spec.window_groups if not group.recurrent]
+        windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in sliding]
         first = spec.groups[0].num_blocks if spec.bare else blocks
         self.oracle = Oracle(
             first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score, windows,
