@@ -135,7 +135,7 @@ def figures_of(name: str, answers: Answers, drafter: Drafter, rounds: int) -> di
 
 SIZES: dict[str, Any] = {
     "checkpoint": ("", ""),
-    "num_tokens": 6,
+    "num_tokens": 8,
     "max_drafts": 16,
     "pass_cost": 0.7,
     "max_new_tokens": (128, 8),

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.pools.device import Pools
-from kvjax.pools.lineage import LineageError, Probe, recording
+from kvjax.pools.lineage import Lineage, Probe, recording
 from kvjax.pools.views import View
 
 # Flax's errors for layers that draw random numbers, count, or keep averages.
@@ -116,12 +116,13 @@ def call(
       ValueError: if the model has another signature or result, cannot give all logits, loses K/V, or reads K/V that
         it has not written.
     """
+    lineage = Lineage(pools, probe)
     try:
-        with recording(pools, probe) as lineage:
+        with recording(lineage):
             result = model(tokens, pools, view, last=last)
-    except LineageError:
-        raise
     except Exception as error:
+        if lineage.has_failed:
+            raise
         if isinstance(error, TypeError):  # perhaps from inside the model
             _check_signature(model, error)
         if type(error).__name__ in _STATEFUL:

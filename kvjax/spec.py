@@ -103,7 +103,7 @@ class GroupSpec:
             jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // block_size
         )
 
-    def keeps(self, column: jax.Array | np.ndarray, written: jax.Array, block_size: int) -> jax.Array:
+    def keeps(self, column: jax.Array | np.ndarray, written: Any, block_size: int) -> jax.Array:
         """bool[...]; whether a row with `written` tokens holds its block in `column`; always true without a window."""
         return (jnp.asarray(column) * block_size < self.sink_tokens) | (
             column >= self.first_column(written, block_size)

@@ -108,14 +108,14 @@ def _checkpoint(args: argparse.Namespace) -> tuple[Any, sparsity.Texts, sparsity
     return model, texts, sparsity.Texts(np.stack([needle[-length:] for needle, _ in needles]), length - after)
 
 
-def _needle(tokenizer: Any, filler: np.ndarray, number: int, count: int) -> tuple[np.ndarray, int]:
-    """A text with a sentence at some depth, a question about it and its answer; and the tokens from the question on."""
-    city = _CITIES[number % len(_CITIES)]
+def _needle(tokenizer: Any, filler: np.ndarray, needle_index: int, count: int) -> tuple[np.ndarray, int]:
+    """A text with a sentence at some depth, a question and its answer. Also the tokens of question and answer."""
+    city = _CITIES[needle_index % len(_CITIES)]
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-    sentence = encode(f"\nThe secret word of {city} is {_WORDS[number % len(_WORDS)]}.\n")
+    sentence = encode(f"\nThe secret word of {city} is {_WORDS[needle_index % len(_WORDS)]}.\n")
     question = encode(f"\nThe secret word of {city} is")
-    answer = encode(f" {_WORDS[number % len(_WORDS)]}")[:1]
-    depth = int(len(filler) * (number + 0.5) / count)
+    answer = encode(f" {_WORDS[needle_index % len(_WORDS)]}")[:1]
+    depth = int(len(filler) * (needle_index + 0.5) / count)
     end = [*question, *answer]
     return np.array([*filler[:depth], *sentence, *filler[depth:], *end], np.int32), len(end)
 

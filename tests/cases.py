@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +44,7 @@ POLICIES = {
     "priority": Policy(kvjax.policies.priority, "priority()", spec=RETENTION),
     "trt_leaf": Policy(kvjax.policies.trt_leaf, "trt_leaf()", spec=RETENTION),
     "adaptive": Policy(kvjax.policies.adaptive, "adaptive()"),
-    "t_lru": Policy(functools.partial(kvjax.policies.t_lru, 1), "t_lru(tail_blocks=1)", (3, 2, 1, 3, 2, 1)),
+    "t_lru": Policy(kvjax.policies.t_lru, "t_lru(tail_blocks=2)", (3, 3, 2, 2, 1, 1)),
 }
 
 

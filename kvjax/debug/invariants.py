@@ -64,8 +64,9 @@ def _check_rows(state: Any, group_index: int) -> list[str]:
     keeps = state.spec.groups[group_index].keeps
     columns = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (columns[None] < held[:, None]) & np.asarray(keeps(columns[None], seqs.committed[:, None], size))
-    has_holes = group is state.groups[0] and seqs.holes is not None
-    holes = seqs.holes if has_holes else np.zeros_like(inside)
+    holes = np.zeros_like(inside)
+    if group is state.groups[0] and seqs.holes is not None:
+        holes = np.asarray(seqs.holes)
     lacking = holes & (group.table == NO_BLOCK)
     inside = inside & ~lacking
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]

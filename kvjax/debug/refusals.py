@@ -42,7 +42,8 @@ def checked[**P, R: tuple[Any, ...]](
 
     Raises:
       RequestError: for BAD_REQUEST or HELD, with the row, the status and the row's tokens.
-      ValueError: for tokens other than the next tokens of a prompt. The verb has not been called then.
+      ValueError: for tokens other than the next tokens of a prompt, and for an `extend` of a row whose last tokens
+        wait for their `commit`. The verb has not been called then.
 
     Example:
       >>> admit = kvjax.debug.checked(kvjax.admit)
@@ -60,6 +61,8 @@ def checked[**P, R: tuple[Any, ...]](
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         request = _request(verb, args, kwargs)
         _on_host(functools.partial(_verify_prompts, name, prompts or {}), request)
+        if name == "extend":
+            _on_host(_verify_committed, request)
         result = verb(*args, **kwargs)
         _on_host(functools.partial(_verify_status, name), request, result[-1].status)
         return result
@@ -81,7 +84,14 @@ def _request(verb: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         given = inspect.signature(verb).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the verb raises an error of its own, or has no signature
         given = {}
-    names = {"seqs": "seqs", "seq": "seqs", "count": "num_tokens", "num_tokens": "num_tokens", "tokens": "tokens"}
+    names = {
+        "active": "active",
+        "seqs": "seqs",
+        "seq": "seqs",
+        "count": "num_tokens",
+        "num_tokens": "num_tokens",
+        "tokens": "tokens",
+    }
     request = {names[name]: value for name, value in given.items() if name in names and value is not None}
     candidates = [getattr(verb, "__self__", None), *args, *kwargs.values()]
     states = [state for part in candidates if isinstance(state := getattr(part, "state", part), CacheState)]
@@ -113,6 +123,23 @@ def _verify_prompts(verb: str, prompts: Mapping[int, Sequence[int]], request: Ma
             raise ValueError(
                 f"{verb}: got tokens {got[first : first + 4]} for position {start + first} of seq {seq}, wanted "
                 f"{wanted[first : first + 4]}, which continue its prompt; after a hit pass kvjax.rest(tokens, cached)"
+            )
+
+
+def _verify_committed(request: Mapping[str, Any]) -> None:
+    """Raises a ValueError for an `extend` by no more tokens than the row still has to commit: a `commit` is missing."""
+    if not {"active", "committed"} <= request.keys():
+        return
+    active = np.asarray(request["active"])
+    counts = np.broadcast_to(request.get("num_tokens", 1), active.shape)
+    for row, seq in enumerate(_rows(request, len(active)).tolist()):
+        if not active[row] or not 0 <= seq < len(request["length"]) or request["committed"][seq] == 0:
+            continue
+        pending = int(request["length"][seq] - request["committed"][seq])
+        if pending >= counts[row] > 0:
+            raise ValueError(
+                f"extend: seq {seq} has {pending} reserved tokens without a commit, wanted fewer than the "
+                f"{int(counts[row])} new ones: commit the tokens of each step, or kvjax.trim the row"
             )
 
 

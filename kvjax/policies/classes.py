@@ -283,7 +283,7 @@ def _hits(blocks: Blocks, ids: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def t_lru(tail_blocks: int) -> EvictionPolicy:
+def t_lru(tail_blocks: int = 2) -> EvictionPolicy:
     """Evicts the ends of prompts first, then the least recently released block: fewer requests compute many tokens.
 
     The last `tail_blocks` blocks of a prompt leave before all other blocks. If the prompt comes back it computes these

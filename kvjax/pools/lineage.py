@@ -22,10 +22,6 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1])
 _Key = tuple[int, int]  # group and pool
 
 
-class LineageError(ValueError):
-    """A model that loses K/V, or reads K/V that it has not written."""
-
-
 class _Write(NamedTuple):
     layer: Any  # the layer's number, or a traced value
     where: str  # file and line
@@ -50,16 +46,16 @@ class _Pool:
     def check_fresh(self, array: Any, what: str) -> None:
         """Raises an error for an array from before the last write, or from outside of the call."""
         if isinstance(self.given, Tracer) and not isinstance(array, Tracer):
-            raise LineageError(f"pools: {what} pools from outside of the model call, wanted its argument `pools`")
+            raise _refusal(f"pools: {what} pools from outside of the model call, wanted its argument `pools`")
         if id(array) in self.stale:
             self.refuse(array, what)
 
     def refuse(self, array: Any, what: str) -> None:
-        """Raises an error for an array that lacks the last write."""
+        """Raises an error for an array without the last write."""
         if self.writes:
             kind = "the pools that the model was given" if array is self.given else "pools from before that"
             last = self.writes[-1]
-            raise LineageError(
+            raise _refusal(
                 f"pools: {what} {kind}, wanted the result of the last write, of layer {last.layer} at "
                 f"{last.where}: pools = kvjax.write(pools, ...)"
             )
@@ -96,12 +92,15 @@ class Lineage:
         self._pools = {key: _Pool(array) for key, array in _arrays(pools)}
         self._spec = pools.spec
         self._is_used = False
+        self.has_failed = False
 
     def write(self, pools: Any, written: Any, key: _Key, layer: Any, *, is_static: bool) -> None:
         """Notes a write into a pool."""
+        if pools.spec != self._spec:  # a cache of the model's own
+            return
         self._is_used = True
-        for other, array in _arrays(pools):
-            self._pools[other].check_fresh(array, f"the write of layer {layer} takes")
+        for each_key, array in _arrays(pools):
+            self._pools[each_key].check_fresh(array, f"the write of layer {layer} takes")
         pool = self._pools[key]
         array = dict(_arrays(pools))[key]
         new_array = dict(_arrays(written))[key]
@@ -110,7 +109,7 @@ class Lineage:
         pool.is_complete = pool.is_complete and is_static and is_same_trace and array is pool.latest
         if pool.is_complete and layer in pool.layers:
             first = next(write.where for write in pool.writes if write.layer == layer)
-            raise LineageError(
+            raise _refusal(
                 f"layer: got {layer} a second time in a model call, first at {first}, wanted each layer's own number: "
                 f"the model's layers are {sorted(self._layers(key))}"
             )
@@ -124,22 +123,22 @@ class Lineage:
         self._pools[key].skipped.add(layer)
 
     def read(self, pools: Any, key: _Key, layer: Any, *, is_static: bool) -> None:
-        """Notes that a layer's K/V are read."""
+        """Notes a read of a layer's K/V."""
+        if pools.spec != self._spec:
+            return
         self._is_used = True
         pool = self._pools[key]
         array = dict(_arrays(pools))[key]
         pool.check_fresh(array, f"attend of layer {layer} takes")
         if pool.is_complete and is_static and array is pool.latest and layer not in pool.layers:
-            raise LineageError(
-                f"layer: got {layer} in attend before its write, wanted kvjax.write of layer {layer} first"
-            )
+            raise _refusal(f"layer: got {layer} in attend before its write, wanted kvjax.write of layer {layer} first")
 
     def check_result(self, pools: Any) -> None:
         """Raises an error unless a model returns the pools of its last write, with every layer written.
 
         A model may also leave the cache alone, and neither write nor read.
         """
-        if not self._is_used:
+        if not self._is_used or pools.spec != self._spec:
             return
         for key, array in _arrays(pools):
             pool = self._pools[key]
@@ -149,7 +148,7 @@ class Lineage:
             missing = self._layers(key) - pool.layers - pool.skipped
             is_known = array is pool.given or (pool.is_complete and array is pool.latest)
             if is_known and missing:
-                raise LineageError(
+                raise _refusal(
                     f"model: got pools with layers {sorted(pool.layers)} written, {_missing(missing)}: a model writes "
                     "each layer with kvjax.write, and returns the pools of the last write"
                 )
@@ -180,6 +179,13 @@ def _line() -> str:
     return f"{pathlib.Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+def _refusal(message: str) -> ValueError:
+    """The error for lost K/V, and for K/V read before they are written."""
+    if (lineage := present()) is not None:
+        lineage.has_failed = True
+    return ValueError(message)
+
+
 class _Recordings(threading.local):
     """The model calls of this thread, the innermost last."""
 
@@ -191,12 +197,11 @@ _recordings = _Recordings()
 
 
 @contextlib.contextmanager
-def recording(pools: Any, probe: Probe | None = None) -> Iterator[Lineage]:
+def recording(lineage: Lineage) -> Iterator[None]:
     """Records the writes and reads of a model call."""
-    lineage = Lineage(pools, probe)
     _recordings.calls.append(lineage)
     try:
-        yield lineage
+        yield
     finally:
         _recordings.calls.pop()
 

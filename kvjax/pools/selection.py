@@ -81,7 +81,7 @@ def select_blocks(view: View, columns: ArrayLike, group: int = 0) -> View:
       >>> recent.tables[0][0].tolist(), recent.lengths_of(0).tolist(), recent.positions[0].tolist()
       ([0, 2, 8, 8, 8, 8, 8, 8], [6, 0], [9])
 
-    Source: Quest reads chosen pages of a paged cache; here the choice is an argument.
+    Source: Quest, which reads chosen pages of a paged cache. Here you pass the choice.
     """
     if not isinstance(view, View) or view.spec is None:
         raise ValueError(f"view: got {view!r:.80}, wanted a View of a cache, such as kvjax.view makes")

@@ -320,6 +320,6 @@ def _without_holes(view: View) -> View:
     """Packs the rows of the first group's table, where `thin` has left holes."""
     assert view.spec is not None
     table, *other_tables = view.tables
-    everything = np.ones(table.shape, np.bool_)
+    everything = jnp.ones(table.shape, jnp.bool_)
     table, lengths = packed(table, view.lengths, everything, view.spec.groups[0].num_blocks, view.spec.block_size)
     return view.replace(tables=(table, *other_tables), packed_lengths=(lengths, *(None for _ in other_tables)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import json
 import pathlib
@@ -44,7 +43,7 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lfu_da": policies.lfu_da,
     "lru": policies.lru,
     "random": policies.random,
-    "t_lru": functools.partial(policies.t_lru, tail_blocks=2),
+    "t_lru": policies.t_lru,
 }
 _PLOTTED = 500  # sizes of a plotted curve, more than the eye can distinguish
 

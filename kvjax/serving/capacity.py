@@ -59,7 +59,7 @@ def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Arr
     return lacks
 
 
-def max_blocks(spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array) -> list[jax.Array]:
+def max_blocks(spec: CacheSpec, scheduler: Scheduler, max_tokens: Any) -> list[jax.Array]:
     """For each group i32[...]: the maximum blocks held at a time by a request of up to max_tokens i32[...]."""
     block_size = spec.block_size
     ahead = max(scheduler.chunk, scheduler.max_steps(spec))

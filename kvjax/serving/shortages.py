@@ -38,8 +38,10 @@ class ShortageLog:
         """Whether a shortage of this kind has been written."""
         return kind in self._written
 
-    def write(self, kind: str, number: int, reason: str) -> None:
-        """Writes that request `number` met this kind of shortage, unless it is not the first."""
+    def write(self, kind: str, request_number: int, reason: str) -> None:
+        """Writes the reason for this kind of shortage, and the request, if it is the first of the kind."""
         if not self.has(kind):
             self._written.add(kind)
-            log.warning("request %d %s: %s; only the first such request of a run is reported", number, kind, reason)
+            log.warning(
+                "request %d %s: %s; only the first such request of a run is reported", request_number, kind, reason
+            )

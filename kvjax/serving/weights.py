@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays that computed what a cache holds, known on the host by their identity.
+"""The weights of the contents of a cache, known on the host by the identity of their arrays.
 
-Nothing of this is in a state or in a program. A cache that other code has changed is unknown, and so is a loaded cache:
-there the save's own name of the model counts.
+Nothing of this is in a state or in a program. The weights of a cache are unknown after a change by other code, and
+after a load: there the save's own name of the model counts.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def remember(state: CacheState, weights: dict[int, Weights]) -> None:
 
 
 def known(state: CacheState) -> dict[int, Weights]:
-    """{namespace: the arrays that computed it} of a cache, as far as they are known."""
+    """{namespace: the weights of its K/V} of a cache, as far as they are known."""
     return dict(_known.get(id(_contents(state)), {}))
 
 
 def _contents(state: CacheState) -> jax.Array:
-    """An array that every change of the cached contents replaces."""
+    """An array replaced by every change of the cached contents."""
     return state.groups[0].blocks.fill
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trials of models: the same text in several forms must give the same logits, and a difference is traced to its layer.
 
-A model sees a text all at once, token by token, in chunks, together with other rows, and after a cached prefix. Slots
-that no row has written hold NaN. The first array of a layer that differs from the run all at once tells the mistake.
+A model sees a text all at once, token by token, in chunks, together with other rows, and after a cached prefix.
+Unwritten slots hold NaN. The first array of a layer with a difference from the run all at once tells the mistake.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def check_model(
         def test_my_model():
             kvjax.testing.check_model(model, spec)
 
-    A random text goes through the model all at once. Then it goes token by token, in chunks that split blocks, after
+    A random text goes through the model all at once. Then it goes token by token, in chunks of parts of blocks, after
     a cached prefix, together with other rows in two orders, and in ragged and mixed views. The text is longer than a
-    window of at most 48 tokens, and blocks that left the window hold NaN. The error names the argument or the layer:
-    "positions", "last", "attend of layer 3", or the pools that a model lost. It takes some 20 s for four small layers
+    window of at most 48 tokens, and blocks outside of the window hold NaN. The error names the argument or the layer:
+    "positions", "last", "attend of layer 3", or lost pools. It takes some 20 s for four small layers
     on two CPU cores.
 
-    Without a `reference` the model is only compared with itself. It cannot know a mistake that is the same in every
-    form, such as exchanged keys and values.
+    Without a `reference` the model is only compared with itself. Mistakes with the same effect in every form, such as
+    exchanged keys and values, then stay unknown.
 
     Args:
       model: see `kvjax.serving.Model`, in evaluation mode.
@@ -63,10 +63,10 @@ def check_model(
       seed: the seed of the text.
 
     Returns:
-      The largest relative difference in each way.
+      The largest relative difference in each form.
 
     Raises:
-      AssertionError: for a mistake, with the way that shows it, and its argument or layer.
+      AssertionError: for a mistake, with its argument or layer, and the form of the text.
 
     Example:
       >>> from kvjax.testing import check_model
@@ -105,7 +105,7 @@ class _Run(NamedTuple):
 
 
 class _Edit(Probe):
-    """A probe that changes one thing in some layers, to find which mistake explains the difference from a reference."""
+    """A probe with a change in some layers, to find the mistake of a difference from a reference."""
 
     def __init__(self, kind: str, layers: Sequence[Any] | None) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Trial:
     # Views and calls.
 
     def _state(self, lengths: dict[int, int], committed: dict[int, int], shared: int = 0) -> CacheState:
-        """A state with these rows. Row r has blocks r * M to (r + 1) * M - 1; `shared` first blocks are row 0's."""
+        """A state with these rows. Row r has blocks r * M to (r + 1) * M - 1. The `shared` first blocks are row 0's."""
         spec = self.spec
         counts = [np.array([rows.get(row, 0) for row in range(ROWS)], np.int32) for rows in (lengths, committed)]
         groups = []
@@ -207,7 +207,7 @@ class _Trial:
     # The ways.
 
     def run_all_at_once(self) -> None:
-        """The logits of every position, from one program. All other ways are compared with these."""
+        """The logits of every position, by calls of a single program. All other forms are compared with these."""
         fresh = self._view({0: self.length})
         runs = [self._call(self.text[None], self._poisoned(), fresh, [t]) for t in range(self.length)]
         self.base = _Run(np.stack([run.logits[0] for run in runs]), runs[-1].pools, runs[-1].noted)
@@ -228,8 +228,8 @@ class _Trial:
                 f"use kvjax.attend(q, pools, {layer}, view)"
             )
 
-    def run_in_chunks(self, width: int, way: str) -> None:
-        """The text in chunks. Blocks that have left a window hold NaN."""
+    def run_in_chunks(self, width: int, form: str) -> None:
+        """The text in chunks. Blocks outside of a window hold NaN."""
         pools = self._poisoned()
         for start in range(0, self.length, width):
             end = min(start + width, self.length)
@@ -238,10 +238,10 @@ class _Trial:
             run = self._call(tokens, self._without_released(pools, start), now, [end - start - 1])
             pools = run.pools
             positions = {(0, i): start + i for i in range(end - start)}
-            self._compare(way, run, positions, [(0, end - 1)])
+            self._compare(form, run, positions, [(0, end - 1)])
 
     def run_after_a_hit(self) -> None:
-        """A row that shares two cached blocks of row 0 computes the rest."""
+        """A row with two cached blocks of row 0 computes the rest."""
         cached = 2 * BLOCK_SIZE
         tokens = self._padded(self.text[cached:], np.zeros(self.length, np.int32))[:1]
         now = self._view({0: self.length, 1: self.length}, {1: cached}, rows=[1], shared=2)
@@ -261,7 +261,7 @@ class _Trial:
             self._compare(f"in row {row} of {ROWS} rows", run, positions, [(row, self.length - 1)])
 
     def run_flat(self) -> None:
-        """Rows one after the other on an axis, and mixed with a decoding row."""
+        """Rows on a common axis, and mixed with a decoding row."""
         others = self.others[0][:5]
         tokens = np.concatenate([others, self.text, np.zeros(3, np.int32)])[None]
         state = self._state({0: 5, 1: self.length}, {})
@@ -299,26 +299,26 @@ class _Trial:
         return float("inf") if np.isnan(difference).any() else float(difference.max(initial=0)) / self.size
 
     def _compare(
-        self, way: str, run: _Run, positions: dict[tuple[int, int], int], logits: list[tuple[int, int]]
+        self, form: str, run: _Run, positions: dict[tuple[int, int], int], logits: list[tuple[int, int]]
     ) -> None:
         """Compares logits, pairs of (row, position), and raises an error with the first different array of a layer."""
         error = max(self._error(run.logits[row], self.base.logits[position]) for row, position in logits)
-        self.errors[way] = max(self.errors.get(way, 0.0), error)
+        self.errors[form] = max(self.errors.get(form, 0.0), error)
         if error > self.tolerance:
-            raise AssertionError(self._diagnosis(way, run, positions))
+            raise AssertionError(self._diagnosis(form, run, positions))
 
-    def _diagnosis(self, way: str, run: _Run, positions: dict[tuple[int, int], int]) -> str:
-        """The first array of a layer that differs from the run all at once, in the user's words."""
+    def _diagnosis(self, form: str, run: _Run, positions: dict[tuple[int, int], int]) -> str:
+        """The first array of a layer with a difference from the run all at once, in the user's words."""
         different = {}
         for (name, layer), array in self.base.noted.items():
-            if (other := run.noted.get((name, layer))) is None:
+            if (run_array := run.noted.get((name, layer))) is None:
                 continue
             scale = max(float(np.nanmax(np.abs(array))), 1e-6)
             for (row, index), position in positions.items():
-                difference = np.abs(other[row, index] - array[0, position])
+                difference = np.abs(run_array[row, index] - array[0, position])
                 if np.isnan(difference).any() or difference.max() > self.tolerance * scale:
                     different.setdefault((name, layer), position)
-        ends = f"The logits of the text differ {way}"
+        ends = f"The logits of the text differ {form}"
         if not self.base.noted:
             return self._without_layers(ends)
         if not different:
@@ -358,13 +358,13 @@ class _Trial:
         return "logits"
 
     def compare_with(self, reference: Callable[[jax.Array], jax.Array]) -> None:
-        """Compares all logits with a model without a cache. Tries changes that would explain a difference."""
+        """Compares all logits with a model without a cache. Tries changes to explain a difference."""
         wanted = np.asarray(jax.jit(lambda tokens: reference(tokens))(self.text[None]), np.float32).reshape(
             self.length, -1
         )
-        way = "all at once, from the reference"
+        form = "all at once, from the reference"
         errors = [self._error(got, want) for got, want in zip(self.base.logits, wanted, strict=True)]
-        self.errors[way] = max(errors)
+        self.errors[form] = max(errors)
         if max(errors) <= self.tolerance:
             return
         layers = [layer for name, layer in self.base.noted if name == "v"]
@@ -409,7 +409,7 @@ def _small(spec: CacheSpec, columns: int) -> CacheSpec:
 
 
 def _poison(array: jax.Array) -> jax.Array:
-    """NaN in every slot, or wrong numbers. The counters of snapshots stay, for they tell that none is there."""
+    """NaN in every slot, or wrong numbers. The counters of snapshots stay: they say no snapshot is there."""
     if jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.full_like(array, jnp.nan)
     return jnp.full_like(array, -128) if array.dtype == jnp.int8 else array

@@ -37,8 +37,8 @@ def check_policy(
 
     After every step: `check(state)` holds. The events so far give the index. No held or pinned block was evicted, and
     no block before its children. A refused verb changed nothing. Every row would read its own K/V. The policy is also
-    asked for victims of the cache: it must name blocks that may leave, children first. The error names the first
-    other block, and its holder. At the end a policy with `idle` must be idle, and padding among the ids of `touch` and
+    asked for victims of the cache: it must name evictable blocks, children first. The error names the first other
+    block, and its holder. At the end a policy with `idle` must be idle, and padding among the ids of `touch` and
     `forget` must change nothing.
 
     Args:
@@ -85,7 +85,7 @@ def _victims(state: CacheState, wanted: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def check_victims(state: CacheState, wanted: int) -> None:
-    """Verifies the victims that the policy would name now: blocks that may leave, children first, each once."""
+    """Verifies the victims named by the policy now: evictable blocks, children first, each once."""
     ids, num_wanted, may_leave = jax.device_get(_victims(state, np.int32(wanted)))
     blocks = jax.device_get(state.groups[0].blocks)
     named: list[int] = []

@@ -68,7 +68,8 @@ def thin(
     Source: H2O and SnapKV drop K/V of a dense cache. Here whole blocks of a paged cache leave.
     """
     spec = state.spec
-    if not spec.thinning:
+    rows_holes = state.seqs.holes
+    if rows_holes is None:
         raise ValueError("state: got a cache whose spec has thinning=False, wanted make_spec(..., thinning=True)")
     seqs = jnp.atleast_1d(one_or_more("seq", seq))
     columns = flags("columns", columns, (*seqs.shape, spec.max_blocks_per_seq))
@@ -82,7 +83,7 @@ def thin(
     unwritten = columns & (np.arange(spec.max_blocks_per_seq, dtype=np.int32)[None] >= num_whole[:, None])
     exists = (seqs >= 0) & (seqs < spec.max_seqs) & (rows.length > 0)
     bad = ~exists | repeated(seqs) | jnp.any(unwritten, axis=1)
-    thinned = put(state.seqs.holes, seqs, rows.holes | columns, ~bad & ~rows.swapped_out)
+    thinned = put(rows_holes, seqs, pick(rows_holes, seqs) | columns, ~bad & ~rows.swapped_out)
 
     freed = holes.unread(group, thinned)
     doomed = holes.stranded(state, freed)

@@ -86,6 +86,7 @@ mostly = st.sampled_from((True, True, True, False))
 num_blocks = st.integers(0, 11).map(lambda fewer: 12 - fewer)
 lists = functools.partial(st.lists, min_size=1)
 two = functools.partial(st.lists, min_size=2, max_size=2)
+masks = st.integers(0, 2**BLOCKS_PER_ROW - 1)  # of columns
 prompts = lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=WIDTH)
 pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
 priorities = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
@@ -138,7 +139,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.thinning = spec.thinning
         sizes = {group.key: max(blocks, spec.least_blocks(group)) for group in spec.groups}
         self.state = kvjax.init(spec, chosen, num_blocks=sizes)
-        windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in spec.window_groups if group.window]
+        sliding = [group for group in spec.window_groups if not group.recurrent]
+        windows = [(group.window, group.sink_tokens, sizes[group.key]) for group in sliding]
         first = spec.groups[0].num_blocks if spec.bare else blocks
         self.oracle = Oracle(
             first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score, windows,
@@ -374,10 +376,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.both("truncate", joined(wanted), np.asarray(seqs, np.int32), np.asarray(lengths, np.int32))
 
     @precondition(lambda self: self.used and self.thinning)
-    @rule(
-        seqs=two(rows), which=two(st.integers(0, 2**BLOCKS_PER_ROW - 1)), is_sound=mostly,
-        most=st.sampled_from((None, None, 1)),
-    )  # fmt: skip
+    @rule(seqs=two(rows), which=two(masks), is_sound=mostly, most=st.sampled_from((None, None, 1)))
     def thin(self, seqs, which, is_sound, most):
         columns = [[column for column in range(BLOCKS_PER_ROW) if mask >> column & 1] for mask in which]
         if is_sound:
@@ -385,9 +384,9 @@ class CacheMachine(RuleBasedStateMachine):
             seqs[1] = NO_BLOCK if seqs[1] == seqs[0] else seqs[1]
             whole = [len(self.oracle.rows[seq].tokens) // SIZE if seq in self.used else 0 for seq in seqs]
             columns = [[c for c in chosen if c < end] for chosen, end in zip(columns, whole, strict=True)]
-        masks = np.array([[c in chosen for c in range(BLOCKS_PER_ROW)] for chosen in columns])
+        named_columns = np.array([[c in chosen for c in range(BLOCKS_PER_ROW)] for chosen in columns])
         wanted = self.oracle.thin(seqs, columns, most)
-        self.both("thin", wanted, np.asarray(seqs, np.int32), masks, max_removed=most)
+        self.both("thin", wanted, np.asarray(seqs, np.int32), named_columns, max_removed=most)
 
     @precondition(lambda self: self.used)
     @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), most=st.sampled_from((None, SIZE)))

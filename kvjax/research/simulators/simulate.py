@@ -42,10 +42,12 @@ def simulate(
 ) -> Hits:
     """Finds the same blocks as `replay`, request by request, in a fraction of its time: nothing is hashed or compared.
 
-    For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens, keys and
-    retention. A policy that reads any of these is refused with an error that names them. Use `replay` for such a
-    policy. Unlike the verbs, `simulate` does not check all choices of a policy, and raises an error only if it notices
-    an ineligible choice. Verify your policy with `kvjax.testing.check_policy`.
+    For LRU `lru_curve` is faster still. The policy gets the same blocks with the same ids, but no tokens and retention.
+    A policy that reads any of these is refused with an error that names them. Use `replay` for such a policy. Keys are
+    hashes of the trace's ids: equal for equal prefixes, as in the verbs, but other numbers. So a policy with a table of
+    hashed keys, such as `adaptive`, may find a few other blocks than by `replay`. Unlike the verbs, `simulate` does not
+    check all choices of a policy, and raises an error only if it notices an ineligible choice. Verify your policy with
+    `kvjax.testing.check_policy`.
 
     All caches run in a single program, compiled for each policy, rule, number of sizes, largest size, length of the
     longest prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and

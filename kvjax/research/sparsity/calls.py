@@ -52,7 +52,7 @@ def call_sparse(
 
     Args:
       model: any model; if the policy has a state, its layers must not be in a scan.
-      tokens: i32[R, C]; as in `Model`, as are the next arguments.
+      tokens: i32[R, C]; the tokens, for a `Model`.
       pools: the K/V written so far.
       view: the positions of these tokens.
       last: i32[R], or None for the logits of all tokens.
@@ -90,9 +90,12 @@ def call_sparse(
     def choose(q: jax.Array, pools: Pools, layer: int | jax.Array, view: View, **options: Any) -> View:
         if policy.init is not None and any(isinstance(value, Tracer) for value in (layer, options["index"])):
             raise ValueError("model: got a scan of layers, wanted an unrolled model: the policy has a state per layer")
-        columns, state = policy.choose(Scores(q, pools, layer, view, budget, **options), states.get(layer))
-        if policy.init is not None:
-            states[layer] = state
+        scores = Scores(q, pools, layer, view, budget, **options)
+        if policy.init is None:
+            columns, _ = policy.choose(scores, None)
+        else:
+            assert isinstance(layer, int)
+            columns, states[layer] = policy.choose(scores, states.get(layer))
         return select_blocks(view, columns)
 
     with sparse_attention(choose):

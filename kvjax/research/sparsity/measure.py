@@ -57,12 +57,12 @@ class Followed(NamedTuple):
     """Predictions of a model that follows texts, token by token, after their prompts.
 
     Attributes:
-      log_probabilities: f32[S, T - num_prompt]; of each token after the prompt.
-      greedy: i32[S, T - num_prompt]; the token that the model would have chosen.
+      log_probabilities: f32[S, T - num_prompt]; the log-probability of each token after the prompt.
+      greedy: i32[S, T - num_prompt]; the model's own choice at each position.
       milliseconds: the median time of a step.
       blocks: blocks of a row at the last step.
-      blocks_read: the mean number of blocks that a layer reads of a row, at the last step.
-      blocks_held: the blocks of a row that a layer may still read, at the last step.
+      blocks_read: the mean number of a row's blocks read by a layer, at the last step.
+      blocks_held: the blocks of a row still readable by some layer, at the last step.
     """
 
     log_probabilities: np.ndarray
@@ -79,11 +79,11 @@ class Measurement(NamedTuple):
     Attributes:
       policy: the policy's name, "full" for full attention.
       budget: the share of blocks to read.
-      perplexity: of the tokens after the prompts.
+      perplexity: the perplexity of the tokens after the prompts.
       recall: the share of needles found, or None without needles.
       milliseconds: the median time of a step.
-      bytes_read: bytes of a row that a step reads in all layers with full attention.
-      bytes_held: bytes of a row that a later step may read there, a multiple of whole blocks.
+      bytes_read: a row's bytes read by a step, in all layers with full attention.
+      bytes_held: a row's bytes there that a later step may read.
     """
 
     policy: str
@@ -119,16 +119,18 @@ def study(
       dtype: dtype of the K/V.
 
     Yields:
-      A line for full attention, then one for each policy and budget.
+      A line for full attention, then a line for each policy and budget.
 
     Example:
       >>> from kvjax.research import sparsity
       >>> from models import loading, recall
       >>> model, _ = loading.load(recall.CHECKPOINT)
-      >>> needles = recall_texts = sparsity.Texts(np.array([recall.encode(
-      ...     "alice is in paris . bob is in oslo . carla is in rome . where is bob ? oslo")]), 15)
-      >>> lines = sparsity.study(model, model.layer_specs(), recall_texts, needles, budgets=[0.5], block_size=4,
-      ...     policies={"quest": sparsity.quest()})
+      >>> text = "alice is in paris . bob is in oslo . carla is in rome . where is bob ? oslo"
+      >>> needles = sparsity.Texts(np.array([recall.encode(text)]), num_prompt=15)
+      >>> policies = {"quest": sparsity.quest()}
+      >>> lines = sparsity.study(
+      ...     model, model.layer_specs(), needles, needles, policies=policies, budgets=[0.5], block_size=4
+      ... )
       >>> [(line.policy, line.budget, line.recall) for line in lines]
       [('full', 1.0, 1.0), ('quest', 0.5, 1.0)]
     """
@@ -137,10 +139,12 @@ def study(
         reader = _Reader(model, layers, policy, max_length, block_size, dtype)
         shares = [1.0] if policy is None else budgets
         of_texts = reader.follow(texts, shares)
-        of_needles = [None] * len(shares) if needles is None else reader.follow(needles, shares)
+        of_needles = of_texts  # for the same texts, and without needles
+        if needles is not None and needles is not texts:
+            of_needles = reader.follow(needles, shares)
         for budget, text, needle in zip(shares, of_texts, of_needles, strict=True):
             recall = None
-            if needles is not None and needle is not None:
+            if needles is not None:
                 recall = float(np.mean(needle.greedy[:, -1] == needles.tokens[:, -1]))
             yield Measurement(
                 name,
@@ -166,7 +170,7 @@ def follow(
     """Lets a model read prompts with full attention, and then follow the texts token by token under a policy.
 
     Args:
-      model: as in `study`, as are the next arguments.
+      model: a model, with its layers unrolled.
       layers: the specs of its layers.
       texts: the texts.
       policy: the policy. None reads all blocks.
@@ -213,7 +217,7 @@ class _Reader:
         return [self._follow(texts, said, jax.tree.map(jnp.copy, read), budget) for budget in budgets]
 
     def _read(self, texts: Texts) -> tuple[Any, ...]:
-        """Reads the prompts in equal chunks. Returns what the model says of the next tokens, and the cache."""
+        """Reads the prompts in equal chunks. Returns the model's predictions of the next tokens, and the cache."""
         spec = self.spec(texts)
         tokens = np.asarray(texts.tokens, np.int32)
         state = init(spec)
@@ -259,8 +263,8 @@ def _step(model, state, pools, states, tokens, num_tokens, following, budget, *,
     """Runs a chunk of each row's prompt, or the next token of each row.
 
     Returns:
-      What the model says of the tokens i32[S] `following`, (log-probability f32[S], greedy token i32[S]); the state,
-      the pools and the policy's states.
+      A pair for the tokens i32[S] `following`: their log-probabilities f32[S], and the model's choices i32[S]. Then
+      the state, the pools and the policy's states.
     """
     rows, width = tokens.shape
     if width == 1:
@@ -280,7 +284,7 @@ def _step(model, state, pools, states, tokens, num_tokens, following, budget, *,
 
 
 def _noted(policy: SparsityPolicy) -> SparsityPolicy:
-    """The policy with the columns that it chose last as a part of its state."""
+    """The policy with its last choice as a part of its state."""
 
     def choose(scores, state):
         columns, inner = policy.choose(scores, state[0])
@@ -335,7 +339,8 @@ def plot_study(
                 label = "full attention" if ax is axes[0] else None
                 ax.axhline(getattr(line, measure), color=INK, linestyle="--", linewidth=1.0, label=label)
         ax.set_xlim(left=0)
-        finish(ax, "share of blocks read", measure, percent=measure == "recall")
+        is_share = measure == "recall"
+        finish(ax, "share of blocks read", "needles found, %" if is_share else measure, percent=is_share)
     axes[0].set_yscale("log")
     legend_below(figure)
     return saved(figure, path)

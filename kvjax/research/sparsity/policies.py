@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that choose the blocks which a layer reads, and the scores that they choose by."""
+"""Policies to choose the blocks of a layer, by scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SparsityPolicy(NamedTuple):
       choose: (scores, state) -> (columns bool[R, M], state), for a layer. The blocks of the step's own tokens are read
         anyway. It is called for prompts too (`scores.is_prompt`): return `scores.all` there to read a prompt fully.
       init: (rows, columns, kv_heads, width) -> the state of a layer. None means there is no state.
-      returns: whether a block that was not read may be read later. If not, a cache could free it.
+      returns: whether an unread block may be read later. If not, a cache could free it.
 
     Example:
       >>> from kvjax.research import sparsity
@@ -46,7 +46,7 @@ class Scores:
     Attributes:
       is_prompt: static; whether a row may have several tokens in this step.
       num_columns: static; M, the columns of the block table.
-      num_blocks: i32[R]; the blocks of each row that have tokens, the step's own included.
+      num_blocks: i32[R]; the blocks of each row with tokens, the step's own included.
       first_own: i32[R]; the first column with tokens of the step. It and all after it are read anyway.
       budget: i32[R]; the number of blocks to read, the step's own included.
       position: i32[R]; the position of each row's last token.
@@ -71,13 +71,13 @@ class Scores:
         self.layer = layer
 
     @property
-    def column(self) -> np.ndarray:
+    def column(self) -> Any:
         """i32[1, M]; the number of each column."""
         return np.arange(self.num_columns, dtype=np.int32)[None]
 
     @property
     def all(self) -> jax.Array:
-        """bool[R, M]; the blocks that have tokens."""
+        """bool[R, M]; the blocks with tokens."""
         return self.column < self.num_blocks[:, None]
 
     def first(self, count: Any) -> jax.Array:
@@ -96,10 +96,10 @@ class Scores:
         taken = self.column >= self.first_own[:, None]
         taken = taken if among is None else taken | ~among
         taken = taken & self.all
-        left = self.budget - jnp.sum(taken, axis=1, dtype=jnp.int32)
+        num_others = self.budget - jnp.sum(taken, axis=1, dtype=jnp.int32)
         order = jnp.argsort(jnp.where(taken | ~self.all, jnp.inf, -score), axis=1).astype(jnp.int32)
         row = np.broadcast_to(np.arange(order.shape[0], dtype=np.int32)[:, None], order.shape)
-        is_best = jnp.broadcast_to(self.column < left[:, None], order.shape)
+        is_best = jnp.broadcast_to(self.column < num_others[:, None], order.shape)
         return taken | put(jnp.zeros(order.shape, bool), (row, order), True, is_best)
 
     def mass(self, columns: jax.Array | None = None, last: int | None = None) -> jax.Array:
@@ -109,12 +109,12 @@ class Scores:
         """
         if columns is None:
             return jnp.sum(block_mass(*self._call, self._view, **self._options, last=last), axis=1)
-        columns = columns | (self.column >= self.first_own[:, None])
-        view = select_blocks(self._view, columns)
+        read: jax.Array = columns | (self.column >= self.first_own[:, None])
+        view = select_blocks(self._view, read)
         packed = jnp.sum(block_mass(*self._call, view, **self._options, last=last), axis=1)
-        columns = columns & self.all
-        source = jnp.cumsum(columns, axis=1, dtype=jnp.int32) - 1
-        return jnp.where(columns, jnp.take_along_axis(packed, jnp.maximum(source, 0), axis=1), 0.0)
+        scored = read & self.all
+        source = jnp.cumsum(scored, axis=1, dtype=jnp.int32) - 1
+        return jnp.where(scored, jnp.take_along_axis(packed, jnp.maximum(source, 0), axis=1), 0.0)
 
     def bounds(self, before: tuple[jax.Array, jax.Array] | None = None) -> tuple[jax.Array, jax.Array]:
         """The smallest and the largest keys of the blocks, f32[R, K, M, D] each, as `key_bounds`.
@@ -133,7 +133,7 @@ class Scores:
         return tuple(jnp.where(is_own, part, old) for part, old in zip(new, before, strict=True))  # pyright: ignore
 
     def bound(self, low: jax.Array, high: jax.Array) -> jax.Array:
-        """f32[R, M]; the mass that blocks would have if each key had the largest score that its block allows.
+        """f32[R, M]; the mass of the blocks if each key had the largest score within its block's bounds.
 
         Each of the R rows has a single token.
         """

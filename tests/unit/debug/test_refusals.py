@@ -140,3 +140,17 @@ def test_a_commit_that_does_not_continue_its_prompt_is_found():
     taught = jax.jit(lambda cache: checked(kvjax.step, prompts=prompts)(MODEL, cache, TOKENS, counts)[1])
     with pytest.raises(jax.errors.JaxRuntimeError, match="position 15 of seq 0"):
         finished(taught(cache))
+
+
+def test_an_extend_without_the_commit_before_is_found():
+    extend, commit = checked(jax.jit(kvjax.Cache.extend)), jax.jit(kvjax.Cache.commit)
+    cache, _ = commit(begun(), TOKENS, np.array([16, 0]))
+    active = np.array([True, False])
+    cache, _ = extend(cache, active)
+    with pytest.raises(
+        ValueError, match=r"^extend: seq 0 has 1 reserved tokens without a commit, wanted fewer than the"
+    ):
+        extend(cache, active)
+    cache, _ = commit(cache, np.full((2, 1), 3), np.array([1, 0]))
+    cache, _ = extend(cache, active)
+    assert cache.state.seqs.length.tolist() == [18, 0]

@@ -15,7 +15,7 @@ from kvjax.policies import cost_aware, fifo, lfu, lru, priority
 from kvjax.research import in_blocks, make_trace, overlapping, replay, simulate
 from kvjax.research.simulators.hits import RULES
 from kvjax.research.simulators.replay import _serve, request_arrays
-from kvjax.research.simulators.simulate import _arguments, _serve_all
+from kvjax.research.simulators.simulate import _arguments, _serve_all, missing_fields
 from kvjax.state import EvictionPolicy
 from tests.oracle import research
 from tests.oracle import research_policies as oracle
@@ -203,12 +203,16 @@ def test_policies_get_what_the_verbs_give_them(policy, data):
     np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_policy_of_keys_and_perhaps_of_retention_runs_without_the_verbs():
+    assert missing_fields(kvjax.policies.adaptive(), 4) == ()
+    assert missing_fields(priority(), 4) == ("expiry", "retention", "time")
+
+
 @pytest.mark.parametrize(
     ("policy", "names"),
     [
         (kvjax.by_score(lambda blocks: blocks.tokens[:, 0]), "tokens"),
         (kvjax.by_score(lambda blocks: blocks.extra_ids[:, 0]), "extra_ids"),
-        (kvjax.by_score(lambda blocks: blocks.key[:, 0].astype(jnp.int32)), "key"),
         (priority(), "expiry, retention, time"),
     ],
 )

@@ -124,6 +124,7 @@ def model():
     return loading.load(recall.CHECKPOINT)[0]
 
 
+@pytest.mark.long
 @row("`ScorerPress.score`", "`PyramidKVPress`")
 def test_a_policy_of_ones_own_may_give_each_layer_another_budget(model):
     """A SparsityPolicy of Scores reads all blocks in layer 0, and the last two in layer 1."""

@@ -18,7 +18,7 @@ SPEC = kvjax.make_spec(LAYERS, num_blocks=256, max_seqs=8, max_length=512, block
 PROGRAMS = ("apply", "turn")
 
 
-def ended(model, serving, log, *, scheduler, steps, logits_fn, fixed_steps, now):
+def ended(model, serving, log, *, scheduler, steps, logits_fn, drafter, fixed_steps, now):
     """A stand-in for `serve` that ends all requests at once. The cache of programs sees only the arguments."""
     stage = serving.requests.stage
     over = jnp.where(stage == int(Stage.WAITING), int(Stage.DONE), stage)
