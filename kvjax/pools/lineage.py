@@ -93,6 +93,7 @@ class Lineage:
         self._spec = pools.spec
         self._is_used = False
         self.has_failed = False
+        self._is_partial = _recordings.is_partial
 
     def write(self, pools: Any, written: Any, key: _Key, layer: Any, *, is_static: bool) -> None:
         """Notes a write into a pool."""
@@ -143,6 +144,8 @@ class Lineage:
         for key, array in _arrays(pools):
             pool = self._pools[key]
             pool.check_fresh(array, "the model returns")
+            if self._is_partial:
+                continue
             if array is pool.given and self._layers(key) - pool.skipped:
                 pool.refuse(array, "the model returns")
             missing = self._layers(key) - pool.layers - pool.skipped
@@ -191,6 +194,7 @@ class _Recordings(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[Lineage] = []
+        self.is_partial = False  # whether models write some layers only
 
 
 _recordings = _Recordings()
@@ -204,6 +208,17 @@ def recording(lineage: Lineage) -> Iterator[None]:
         yield
     finally:
         _recordings.calls.pop()
+
+
+@contextlib.contextmanager
+def partial_models() -> Iterator[None]:
+    """Allows models of some layers, such as the first layers of a model that drafts."""
+    before = _recordings.is_partial
+    _recordings.is_partial = True
+    try:
+        yield
+    finally:
+        _recordings.is_partial = before
 
 
 def present() -> Lineage | None:

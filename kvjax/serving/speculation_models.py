@@ -13,6 +13,7 @@ from kvjax._arrays import Pytree
 from kvjax.checks import static_int
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
+from kvjax.pools.lineage import partial_models
 from kvjax.pools.views import View
 from kvjax.serving.speculation import Drafter, Drafting, Drafts
 from kvjax.serving.speculation_ngram import check_costs
@@ -103,7 +104,8 @@ class ModelDrafter(Drafter, static=("num_tokens", "max_drafts", "pass_cost")):
         def guess(position: jax.Array, carry: Any) -> Any:
             pools, rows, tokens = carry
             view = cache.view(wanted, 1, written=drafting.written + position)
-            logits, pools = forward(self.model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
+            with partial_models():
+                logits, pools = forward(self.model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
             choice, state = drafting.choose(logits, rows, committed + position + 1)
             rows = rows.with_state(drafting.wanted, state).replace(token=choice.tokens)
             return pools, rows, tokens.at[:, position].set(choice.tokens)
