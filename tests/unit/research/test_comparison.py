@@ -26,7 +26,7 @@ def sessions_in_plain_python(prompts):
     return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
-@given(cases.forests(most=40, longest=3))
+@given(cases.forests(max_requests=40, longest=3))
 def test_sessions_are_those_of_plain_python(trace):
     assert sessions_of(trace).tolist() == sessions_in_plain_python(cases.prompts_of(trace))
 
