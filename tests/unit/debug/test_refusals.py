@@ -142,6 +142,7 @@ def test_a_commit_that_does_not_continue_its_prompt_is_found():
         finished(taught(cache))
 
 
+@pytest.mark.long
 def test_an_extend_without_the_commit_before_is_found():
     extend, commit = checked(jax.jit(kvjax.Cache.extend)), jax.jit(kvjax.Cache.commit)
     cache, _ = commit(begun(), TOKENS, np.array([16, 0]))

@@ -144,6 +144,7 @@ def needles(rows, seed=0):
     return sparsity.Texts(tokens[:, : mark + 2], 24 * recall.FACT_TOKENS)
 
 
+@pytest.mark.long
 @row("`compression_ratio`")
 def test_a_model_reads_a_quarter_and_still_finds_its_needles_by_quests_bound(model):
     """And not by recent blocks, which do not have them."""
@@ -169,6 +170,7 @@ def test_a_budget_of_all_blocks_is_full_attention(model):
         assert got.blocks_read == got.blocks_held == got.blocks
 
 
+@pytest.mark.long
 def test_a_scan_of_layers_refuses_a_policy_with_a_state(model):
     scanned = loading.scanned(model)
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=4, max_seqs=1, max_length=16, block_size=4, dtype="float32")

@@ -239,6 +239,7 @@ def test_a_prompt_that_cannot_be_served_ends_with_the_reason(way):
     assert_alike([output], wanted(GREEDY[:1]), has_top=way != "rollout")
 
 
+@pytest.mark.long
 def test_an_engine_says_so_at_once():
     session = WAYS["Engine"]()
     for fields, message in [

@@ -101,6 +101,7 @@ def test_a_prompt_that_the_cache_cannot_hold_ends_without_blocks():
     kvjax.check(busy.state)
 
 
+@pytest.mark.long
 def test_a_step_ends_a_request_that_waits_only_if_nothing_runs(monkeypatch):
     monkeypatch.setattr(EngineThread, "start", lambda thread: None)
     engine = Engine(MODEL, make_cache(), RunOptions(**BASE), num_ranges=1)

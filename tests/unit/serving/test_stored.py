@@ -144,6 +144,7 @@ def test_the_end_of_a_text_leaves_the_store_before_its_beginning(tmp_path):
             assert list(store._names) == names[:0:-1] + names[:1]
 
 
+@pytest.mark.long
 def test_blocks_of_parents_that_the_cache_had_before_are_stored(tmp_path):
     _, cache, _ = generate(make_cache(), [DOCUMENT], None)
     with store_in(tmp_path) as store:

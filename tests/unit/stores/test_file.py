@@ -99,6 +99,7 @@ def total(cache):
     return sum(int(np.sum(ids >= 0)) for ids in contents_of(jax.device_get(cache.state))[1])
 
 
+@pytest.mark.long
 @each_kind
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6)]])
 def test_a_restart_finds_the_same(kind, seed, tmp_path):
