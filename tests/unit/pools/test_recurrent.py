@@ -129,6 +129,7 @@ def piece(cache, start, count, commit=True, text=TEXTS[0]):
     return cache.replace(state=state), np.asarray(outputs[0, :count])
 
 
+@pytest.mark.long
 def test_a_token_that_was_computed_twice_is_seen():
     cache, _ = one_row([5])
     cache, first = piece(cache, 5, 2, commit=False)

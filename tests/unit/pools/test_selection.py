@@ -132,14 +132,15 @@ def test_devices_that_divide_heads_or_blocks_read_chosen_blocks(axes):
         check("kv", "mixed", "float32", [some_columns(0.4)], mesh=mesh, **axes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "form", "implementation"),
     [
         ("sinks", "mixed", "xla"),
-        pytest.param("sinks", "mixed", "triton", marks=pytest.mark.long),
-        pytest.param("sinks", "decode", "xla", marks=pytest.mark.long),
-        pytest.param("sinks", "decode", "triton", marks=pytest.mark.long),
-        pytest.param("window", "mixed", "xla", marks=pytest.mark.long),
+        ("sinks", "mixed", "triton"),
+        ("sinks", "decode", "xla"),
+        ("sinks", "decode", "triton"),
+        ("window", "mixed", "xla"),
     ],
 )
 def test_a_window_and_the_first_tokens_are_seen_to_the_token(kind, form, implementation, request):

@@ -182,6 +182,7 @@ def test_a_scan_of_layers_refuses_a_policy_with_a_state(model):
         sparsity.call_sparse(scanned, *given, **options)
 
 
+@pytest.mark.long
 @row("`with press(model)`")
 def test_a_context_reaches_the_calls_in_it_and_no_others(model):
     """Though kvjax keeps the trace of a model for calls with equal shapes."""

@@ -158,6 +158,7 @@ def test_blocks_of_parents_that_the_cache_had_before_are_stored(tmp_path):
         assert outputs_of([[*DOCUMENT, *OTHER[:5]]], store, cache)[0] == [(20, 4)]
 
 
+@pytest.mark.long
 def test_tenants_and_loras_never_share_and_find_their_own_after_a_restart(tmp_path):
     names, loras = kvjax.Namespaces(), {3: "french"}
     numbers = [names("a"), names("b"), names("a", 3)]

@@ -157,6 +157,7 @@ def test_a_cache_that_is_not_empty_keeps_its_rows(tmp_path):
     assert counts.taken == 6 and findable(again) == after
 
 
+@pytest.mark.long
 def test_a_folder_is_tried_before_something_is_saved(tmp_path):
     """Files of an interrupted save are no save, are counted, and go; the older save stays."""
     folder, names = tmp_path / "new" / "saved", Namespaces()
