@@ -1229,6 +1229,8 @@ class Life:
         model = Constant(np.zeros((*shape, len(self.config.layers), 2, 2), np.float32))
         calls = cases.CALLS | (cases.HOST_CALLS if self.has_host else {}) | draws.READS
         calls |= {"step": ((model, tokens, counts), {}), "commit": ((tokens, counts), {})}
+        if not self.spec.thinning:
+            calls.pop("thin")
         if self.face != "state":
             kv = staged_blocks(self.config, 0, (), np.zeros((len(self.spec.groups), WIDTH // SIZE), bool))
             calls["adopt"] = (tokens[0], 1, kv, np.zeros(WIDTH // SIZE, bool)), {}
