@@ -210,7 +210,9 @@ class Served(Life):
         listener = Listeners(self.follow, *listeners)
         return RunOptions(
             scheduler=self.config.scheduler, clock=lambda: self.time, names=self.names, store=self.store,
-            log_events=False, listener=listener, logits_fn=self.logits_fn, drafter=self.drafter, **options,
+            log_events=False, listener=listener, logits_fn=self.logits_fn, drafter=self.drafter,
+            reuse="any",  # each call makes an equal model anew
+            **options,
         )  # fmt: skip
 
     @property
