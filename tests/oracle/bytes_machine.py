@@ -1262,7 +1262,7 @@ class Life:
             run = with_kernels(run) if self.config.kernels else run
             outputs, cache, events = run(
                 Chain(roots, self.config.layers), cache, prompts, max_new_tokens=request["most"],
-                namespace=spaces, steps=4, **how,
+                namespace=spaces, steps=4, reuse="any", **how,
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
         self.tally["beside other rows"] += len(self.rows) > 0
