@@ -72,6 +72,7 @@ def append_kv(
     # Every dropped token gets a different index beyond the pool, so XLA may assume distinct indices.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
     if is_by_token(pool):
+        assert v is not None  # latents have no layout by token
         target = pool.at[block, layer, slots % size]
         rows = to_tokens(k, v, pool).astype(pool.dtype)
         return target.set(rows, mode="drop", wrap_negative_indices=False, unique_indices=True)
