@@ -19,6 +19,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 import hypothesis
 import jax
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from tests.compiles import Compiles, ProgramLimit, forget_old_programs
 
@@ -60,6 +62,15 @@ def pytest_configure(config):
     config.pluginmanager.register(ProgramLimit())
     if config.getoption("durations") is not None or os.environ.get("CI"):
         config.pluginmanager.register(Compiles())
+
+
+@pytest.fixture(autouse=True)
+def programs_stay_cached():
+    """A test may run a command with --no-compile-cache. The tests after it in this process cache their programs."""
+    yield
+    if not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", True)
+        reset_cache()  # jax asks once whether programs are cached
 
 
 def pytest_collection_modifyitems(config, items):

@@ -121,12 +121,8 @@ def test_a_quick_run_has_every_figure_of_the_pages(name, tmp_path, monkeypatch):
         size = made.size(quick=True)
         monkeypatch.setattr(common, "apart", lambda *args: replicas.PARTS[args[2]][0](size))
     monkeypatch.setattr(sys, "argv", [name, "--quick", "--json", str(file)])
-    before = jax.config.jax_enable_compilation_cache
-    try:
-        with jax.numpy_rank_promotion("allow"):
-            made.main()
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)  # some benchmarks do without
+    with jax.numpy_rank_promotion("allow"):
+        made.main()
     result = json.loads(file.read_text())
     missing = [metric for metric in made.bars if metric not in result["metrics"]]
     assert not [metric for metric in missing if not metric.startswith(tuple(LEFT_OUT))]
