@@ -55,7 +55,7 @@ LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]
 SPECS = {
     "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", thinning=True, **OPTIONS),
     "all of it": kvjax.make_spec(
-        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, thinning=True, dtype="int8", **OPTIONS
+        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, thinning=True, dtype="int8", backups=True, **OPTIONS
     ),
 }  # fmt: skip
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -127,6 +127,7 @@ VERBS = {
     "reset": Verb("", {"": ((), {})}),
     "offload": Verb("blocks", host_calls={"": ((IDS,), {})}),
     "onboard": Verb("blocks", host_calls={"": ((IDS,), {"group": 1})}),
+    "backup": Verb("", host_calls={"": ((), {"max_blocks": 3})}),
     "watermark": Verb("empty", host_calls={"": ((2,), {"max_blocks": 3})}),
     "swap_out": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),
     "swap_in": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),
