@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick, runs
 from kvjax._compile import own_transfers
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.checks import check_alive, each_row, integers, static_int
 from kvjax.events.log import EventLog, Log, init_log
 from kvjax.events.records import Status
@@ -23,12 +23,14 @@ from kvjax.serving.constraints import initial_state
 from kvjax.serving.decode import LogitsFn, append_events
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
+from kvjax.serving.program_tier import backup_events
 from kvjax.serving.requests import Finish, Serving, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.serving.serve import serve
 from kvjax.serving.speculation import Drafter
 from kvjax.serving.submit import cancel, submit
 from kvjax.spec import CacheSpec
+from kvjax.tiered import joined
 from pallas_kernels.loops import while_loop
 
 
@@ -58,9 +60,9 @@ class Rollout(Pytree):
 
 
 @own_transfers()
-def rollout(
+def rollout[C: AnyCache](
     model: Model,
-    cache: Cache,
+    cache: C,
     prompts: ArrayLike,
     lengths: ArrayLike | None = None,
     *,
@@ -81,7 +83,7 @@ def rollout(
     scheduler: Scheduler | None = None,
     log: Log = None,
     now: Any = 0,
-) -> tuple[Rollout, Cache, Log]:
+) -> tuple[Rollout, C, Log]:
     """Samples completions of prompts inside a program. It is pure, so it runs under `jit`, `vmap` and `shard_map`.
 
     A prompt is computed once for its samples, without its cached part. Rows in use are left alone. Give new weights a
@@ -90,7 +92,8 @@ def rollout(
 
     Args:
       model: see `step`.
-      cache: a cache without a host tier. Donate it.
+      cache: the cache. Donate it. With a `TieredCache` with backups (`make_spec`) the program itself moves blocks
+        between the tiers. With a `Cache` it moves nothing.
       prompts: i32[B, P]; padded with valid ids.
       lengths: i32[B]; number of tokens of each prompt, at the front of its row. With None, `mask` marks the tokens.
       max_new_tokens: T, static.
@@ -130,7 +133,7 @@ def rollout(
 
     Source: TensorRT-LLM's and vLLM's parallel sampling, which share a prompt's blocks among its samples.
     """
-    prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask)
+    prompts, start, lengths = checked_prompts(model, cache, prompts, lengths, mask, AnyCache)
     num_prompts, width = prompts.shape
     num_samples = static_int("samples", samples, 1)
     max_new = static_int("max_new_tokens", max_new_tokens, 1)
@@ -144,7 +147,8 @@ def rollout(
         logits_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_prompts, *np.shape(x))), default)
     _check(spec, scheduler, (num_prompts, num_samples), keep_rows, logits_state)
     if resume_rows is not None:
-        cache, events = cache.release(jnp.reshape(integers("resume_rows", resume_rows), -1), now=now)
+        released, events = cache.cache.release(jnp.reshape(integers("resume_rows", resume_rows), -1), now=now)
+        cache = cast(C, joined(released, cache.host))
         log = append_events(log, events)
     lengths = jnp.where(lengths <= width, lengths, 0)  # too many tokens are refused, like none
     num_outputs = num_prompts * num_samples
@@ -189,10 +193,10 @@ def rollout(
     serving, log = _run(model, serving, log, scheduler, logits_fn, drafter, generations, integers("now", now, ()))
     flat = _completions(serving, status, each(lengths), max_new)
     completions = jax.tree.map(lambda x: x.reshape(num_prompts, num_samples, *x.shape[1:]), flat)
-    return completions, serving.cache, log
+    return completions, cast(C, joined(serving.cache, serving.host)), log
 
 
-def _leaders(cache: Cache, num_prompts: int, num_samples: int) -> jax.Array:
+def _leaders(cache: AnyCache, num_prompts: int, num_samples: int) -> jax.Array:
     """i32[B * G]; for each completion, the first completion running together with it.
 
     This is the first sample of its prompt. If a prompt has more samples than there are free rows, they form several
@@ -248,7 +252,9 @@ def rollout_log(
     scheduler = Scheduler() if scheduler is None else scheduler
     num_prompts, width = prompts
     num_blocks = num_prompts * samples * (-(-(width + max_new_tokens) // spec.block_size) + 1)
-    spare = worst_step(spec, scheduler) + admission_events(spec, min(width + max_new_tokens, spec.max_length))
+    longest = min(width + max_new_tokens, spec.max_length)
+    spare = worst_step(spec, scheduler) + admission_events(spec, longest)
+    spare += backup_events(spec, scheduler, longest) if spec.backups else 0
     capacity = 4 * num_blocks * len(spec.groups) + spare
     return init_log(capacity, spec.block_size, spec.extra_ids, spec.has_recurrent)
 
@@ -269,7 +275,7 @@ def _check(spec: CacheSpec, scheduler: Scheduler, outputs: tuple[int, int], keep
 
 
 def checked_prompts(
-    model: Model, cache: Any, prompts: Any, lengths: Any, mask: Any
+    model: Model, cache: Any, prompts: Any, lengths: Any, mask: Any, kind: type[AnyCache] = Cache
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Checks prompts. Returns them i32[B, P], with the start i32[B] and the number of tokens i32[B] of each in its row.
 
@@ -278,7 +284,7 @@ def checked_prompts(
     """
     check_model(model)
     check_placement(model, cache)
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, kind):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a kvjax.Cache (a program moves nothing)")
     check_alive(cache)
     prompts = integers("prompts", prompts, ("B", "P"))
