@@ -12,8 +12,8 @@ from kvjax.interop.vllm import Subscriber
 from kvjax.serving import choose_replica
 
 LOAD_PRICE = 0.5  # tokens of a cached prefix that outweigh a token which its cache has yet to compute
-DEALT_PRICE = 1e-3  # tokens of load that outweigh a token which its cache has computed: deals out unknown prompts
-MAX_DEALT = 100_000  # tokens computed by all caches; beyond it all counts are halved
+DEALT_PRICE = 0.01  # tokens of load that outweigh a token which its cache has computed: deals out unknown prompts
+MAX_DEALT = 200_000  # tokens computed by all caches; beyond it all counts are halved
 LEAST_COMMON = 16  # tokens; a shorter common beginning of two prompts is usually no block
 
 
