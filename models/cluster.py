@@ -249,8 +249,14 @@ def application(options: Mapping[str, Any]) -> Any:
     for name, value in options.items():
         if value is None or value is False:
             continue
-        values = value if isinstance(value, list | tuple) else [] if value is True else [value]
-        arguments += [f"--{name.removeprefix('--').replace('_', '-')}", *map(str, values)]
+        option = f"--{name.removeprefix('--').replace('_', '-')}"
+        values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        if value is True:
+            arguments.append(option)
+        elif option == "--api-key":  # given several times
+            arguments += [f"{option}={one}" for one in values]
+        else:
+            arguments += [option, *values]
     parser = _raising_parser()
     args = parser.parse_args(arguments)
     args.replicas = args.replicas or 1
@@ -267,14 +273,14 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     if not zmq.has("curve"):
         parser.error("--replicas: the libzmq of pyzmq has no CURVE, which encrypts events")
-    tenants.keys_of(parser, args)
-    for option in ("checkpoint", "save"):
-        if getattr(args, option) is not None:
-            setattr(args, option, os.path.abspath(getattr(args, option)))
-    if args.store is not None and "://" not in args.store:
-        args.store = os.path.abspath(args.store)
-    if not args.api_key and args.api_keys is None and os.environ.get(tenants.KEY):
-        args.api_key = [os.environ[tenants.KEY]]
+    args.api_key = tenants.read_keys(parser, args)
+    args.api_keys = None
+    for option in ("checkpoint", "save", "store"):
+        path = getattr(args, option)
+        if path is not None and "://" not in path:
+            setattr(args, option, os.path.abspath(path))
+    if args.chat_template is not None:
+        args.chat_template = args.chat_template.absolute()
 
 
 def _application(args: argparse.Namespace) -> Any:
@@ -322,22 +328,28 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
         ray.init(**where, logging_level="warning")
     except (ConnectionError, ValueError, RuntimeError) as error:
         parser.error(f"--address: {str(error).splitlines()[0]}")
-    ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(kind, lambda *_: ended.set())
+        signal.signal(kind, _interrupt)
     if args.until_eof:
-        threading.Thread(target=_end_with_input, args=(ended,), daemon=True).start()
+        threading.Thread(target=serve.end_with_input, daemon=True).start()
     try:
         with _one_line(parser):
             ray_serve.start(http_options={"host": args.host, "port": args.port}, proxy_location="EveryNode")
             ray_serve.run(_application(args), name=NAME, route_prefix="/")
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving at http://{host}:{args.port}/v1", file=sys.stderr, flush=True)
-        ended.wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
         _end()
+    except KeyboardInterrupt:
+        pass  # before it served, or a second time
     finally:
         ray_serve.shutdown()
         ray.shutdown()
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _end() -> None:
@@ -346,12 +358,6 @@ def _end() -> None:
     with contextlib.suppress(DeploymentUnavailableError):
         handle.broadcast("end").results(return_exceptions=True)
     ray_serve.delete(NAME)
-
-
-def _end_with_input(ended: threading.Event) -> None:
-    while os.read(sys.stdin.fileno(), 1 << 12):
-        pass
-    ended.set()
 
 
 @contextlib.contextmanager

@@ -49,5 +49,7 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
     for option, reason in _REFUSED.items():
         if getattr(args, option) != parser.get_default(option):
             parser.error(f"--{option.replace('_', '-')}: got one with --replicas, but {reason}")
+    if args.port == 0:
+        parser.error("--port: got 0 with --replicas, wanted the port of each machine's proxy")
     if args.agent:
         parser.error(f"--agent: got port {args.agent} with --replicas, wanted 0, a free port for each replica")

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         return cluster.run(parser, args)
     commands.enable_compilation_cache(not args.no_compile_cache)
     if args.until_eof:
-        threading.Thread(target=_end_with_input, daemon=True).start()
+        threading.Thread(target=end_with_input, daemon=True).start()
     with (
         contextlib.suppress(KeyboardInterrupt),
         _Signals() as signals,
@@ -343,7 +343,7 @@ class _Signals:
         self.server.handle_exit(kind, frame)
 
 
-def _end_with_input() -> None:
+def end_with_input() -> None:
     """Waits for the end of standard input, and then sends SIGTERM to this process."""
     while os.read(sys.stdin.fileno(), 1 << 12):
         pass

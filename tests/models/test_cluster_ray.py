@@ -17,6 +17,7 @@ from models import recall
 from tests.models.cluster_kit import (
     KEY,
     ON,
+    PATIENCE,
     Running,
     hit_rate,
     questions,
@@ -206,3 +207,10 @@ def test_an_end_saves_the_caches_and_leaves_time_for_open_answers(running, saved
     assert running.process.wait(120) == 0
     assert sorted(path.name for path in saved.iterdir()) == ["0", "1"]
     assert all((saved / rank / "manifest.json").exists() for rank in "01"), list(saved.rglob("*"))
+
+
+def test_a_replica_that_cannot_start_ends_the_command_with_a_line():
+    failed = Running("--max-length", "99999")
+    assert failed.process.wait(PATIENCE) == 2
+    failed.__exit__()
+    assert failed.lines[-1].startswith("python -m models.serve: --max-length: got 99999, wanted at most ")
