@@ -203,8 +203,9 @@ class RayReplicas(cluster_front.Replicas):
             raise Busy(error.message) from error
         except DeploymentUnavailableError as error:
             raise NoReplica(error.message) from error
-        finally:
-            response.cancel()
+        except (asyncio.CancelledError, GeneratorExit):
+            response.cancel()  # the client has left
+            raise
 
     async def fetch_all(self, path: str, headers: list[tuple[bytes, bytes]]) -> list[Page]:
         """Gets a page of each replica."""
