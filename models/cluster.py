@@ -204,7 +204,8 @@ class RayReplicas(cluster_front.Replicas):
         except DeploymentUnavailableError as error:
             raise NoReplica(error.message) from error
         except (asyncio.CancelledError, GeneratorExit):
-            response.cancel()  # the client has left
+            with contextlib.suppress(Exception):  # the call may have failed meanwhile
+                response.cancel()
             raise
 
     async def fetch_all(self, path: str, headers: list[tuple[bytes, bytes]]) -> list[Page]:

@@ -33,14 +33,14 @@ def free_port():
 
 
 class Running:
-    """The server's command with replicas, once it serves. The end of a `with` ends it by SIGTERM."""
+    """The server's command, once it serves. The end of a `with` ends it by SIGTERM. With None it has no replicas."""
 
     def __init__(self, *options, replicas=2):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         sizes = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "models.serve", "--checkpoint", str(CHECKPOINT), *sizes]
-        command += ["--replicas", str(replicas), "--port", str(self.port), *options]
+        command += [*(["--replicas", str(replicas)] if replicas else []), "--port", str(self.port), *options]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
         env["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         self.process = subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)

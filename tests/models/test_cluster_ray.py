@@ -5,6 +5,7 @@ import asyncio
 import collections
 import os
 import signal
+import statistics
 import time
 import warnings
 
@@ -139,6 +140,38 @@ def test_thirty_at_once_and_the_pages_of_all_replicas(running):
     assert httpx.get(f"{running.url}/health").status_code == 200
     notes = [line for line in running.lines if "blocks are loaded" in line or "the cache begins empty" in line]
     assert len(notes) == 2 and all(any(name in note for note in notes) for name in running.replicas)
+
+
+def test_the_front_costs_little(running):
+    """Beside a server without replicas. Each is measured while the other one is idle."""
+    fields = {"model": "recall", "prompt": SHORT, "max_tokens": 280, "temperature": 0, "extra_body": ON}
+
+    async def stream_seconds(client):
+        start = time.monotonic()
+        chunks = [chunk async for chunk in await client.completions.create(stream=True, **fields)]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        return time.monotonic() - start
+
+    async def median_seconds(client):
+        seconds = []
+        for _ in range(60):
+            start = time.monotonic()
+            await client.models.list()
+            seconds.append(time.monotonic() - start)
+        return statistics.median(seconds)
+
+    async def measure(server):
+        async with server.client(timeout=120) as client:
+            await stream_seconds(client)
+            streams = [await stream_seconds(client) for _ in range(5)]
+            return await median_seconds(client), statistics.median(streams)
+
+    with Running(replicas=None) as alone:
+        listing_alone, stream_alone = asyncio.run(measure(alone))
+        listing, stream = asyncio.run(measure(running))
+    print(f"GET /v1/models: {listing_alone * 1000:.1f} ms alone, {listing * 1000:.1f} ms by the front")
+    print(f"a stream of 280 tokens: {stream_alone * 1000:.0f} ms alone, {stream * 1000:.0f} ms by the front")
+    assert listing - listing_alone < 0.015 and stream_alone / stream > 0.8
 
 
 def test_more_than_may_wait_gets_429(running):
