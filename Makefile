@@ -92,7 +92,8 @@ test-tunix: ## run Tunix' trainers, in an environment of their own; part of test
 
 test-cluster: ## run replicas on Ray Serve, in an environment of their own; part of test-all
 	@scripts/setup.sh $(CLUSTER) test,cluster
-	@$(CLUSTER)/bin/python -m pytest -n 0 -m slow tests/models/test_cluster_ray.py $(ARGS)
+	@$(CLUSTER)/bin/python -m pytest -n 0 -m slow tests/models/test_cluster_ray.py \
+	  tests/models/test_cluster_changes.py $(ARGS)
 
 test-eval: ## compare with lm-eval, in an environment of its own; part of test-all
 	@scripts/setup.sh $(EVAL) test,eval

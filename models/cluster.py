@@ -51,6 +51,13 @@ SAVE_SECONDS = 120.0  # for a replica to save its cache
 HEALTH_SECONDS = 10.0  # between two checks of a replica
 FETCH_SECONDS = 10.0  # for a replica to make a page
 START_SECONDS = 600.0  # for a replica to compile and start
+# Variables of Ray, unless they are set: few changes of threads on a request's way, and only our lines in the terminal.
+_VARIABLES = {
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+_LOGGING = {"enable_access_log": False}
 _NUM_PAGES = 64  # pages that a replica makes at a time, besides its answers
 
 
@@ -298,6 +305,7 @@ def _application(args: argparse.Namespace) -> Any:
     answer_seconds = args.timeout + WRITE_SECONDS
     replicas = ray_serve.deployment(
         name="replica",
+        logging_config=_LOGGING,
         max_ongoing_requests=args.max_open,
         max_queued_requests=args.max_waiting,
         graceful_shutdown_timeout_s=answer_seconds + SAVE_SECONDS,
@@ -310,12 +318,17 @@ def _application(args: argparse.Namespace) -> Any:
     )(Replica)
     front = ray_serve.deployment(
         name="front",
+        logging_config=_LOGGING,
         max_ongoing_requests=args.max_open * most + args.max_waiting + _NUM_PAGES,
         graceful_shutdown_timeout_s=answer_seconds,
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": 0},
     )(ray_serve.ingress()(Front))
-    return front.bind(replicas.bind(args), args)
+    # Ray replaces all replicas if their arguments change: the number of replicas is no part of them.
+    shared = copy.copy(args)
+    shared.replicas = 1
+    shared.max_replicas = shared.address = None
+    return front.bind(replicas.bind(shared), shared)
 
 
 def run(parser: commands.Parser, args: argparse.Namespace) -> None:
@@ -326,6 +339,7 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
         # A replica counts as a CPU for Ray, and a small machine may have more of them than CPUs.
         num_cpus = max(os.cpu_count() or 1, (args.max_replicas or args.replicas) + 1)
         where = {"address": "local", "include_dashboard": False, "num_cpus": num_cpus}
+        os.environ.update(_VARIABLES | os.environ)
     try:
         ray.init(**where, logging_level="warning")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -336,7 +350,8 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
         threading.Thread(target=serve.end_with_input, daemon=True).start()
     try:
         with _one_line(parser):
-            ray_serve.start(http_options={"host": args.host, "port": args.port}, proxy_location="EveryNode")
+            http_options = {"host": args.host, "port": args.port}
+            ray_serve.start(http_options=http_options, proxy_location="EveryNode", logging_config=_LOGGING)
             ray_serve.run(_application(args), name=NAME, route_prefix="/")
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving at http://{host}:{args.port}/v1", file=sys.stderr, flush=True)

@@ -83,6 +83,7 @@ class Front(Api):
         super().__init__(None, served, None)  # pyright: ignore[reportArgumentType]  # the replicas have both
         self._replicas = replicas
         self._timeout = timeout
+        self._listing: bytes | None = None
 
     async def forward(self, request: Request) -> Response:
         """Puts a request to a replica."""
@@ -111,6 +112,15 @@ class Front(Api):
         num_new = NUM_NEW if params.max_tokens is None else min(params.max_tokens, NUM_NEW)
         others = sum(map(len, prompts[1:]))
         return Prompt(prompts[0], self._served.keys.salt(key, params.salt), num_new * len(prompts) * params.n + others)
+
+    async def listing(self, request: Request) -> Response:
+        """Answers GET /v1/models with the list of a replica, which stays the same."""
+        if self._listing is None:
+            pages = await self._pages_of(request)
+            if not pages:
+                raise ApiError(503, "no replica answers", code="engine_error", kind="server_error")
+            self._listing = pages[0].body
+        return Response(self._listing, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         """Answers GET /metrics with the metrics of all replicas, each with the label of its replica."""
@@ -164,12 +174,12 @@ def make_app(args: argparse.Namespace, replicas: Replicas) -> Any:
         *(("POST", path, front.forward, keys) for path in _PROMPTED),
         ("POST", openai_fields.TOKENIZE, front.forward, keys),
         ("POST", openai_fields.DETOKENIZE, front.forward, keys),
-        ("GET", "/v1/models", front.forward, keys),
+        ("GET", "/v1/models", front.listing, keys),
         ("GET", "/v1/models/{name:path}", front.forward, keys),
         ("GET", "/cache", front.cache, keys),
         ("GET", "/metrics", front.metrics, no_keys),
         ("GET", "/health", front.forward, no_keys),
-        ("GET", "/version", front.forward, no_keys),
+        ("GET", "/version", front.version, no_keys),
     ]
     routes = [Route(path, guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
     errors = (ApiError, TimeoutError, ClientDisconnect, HTTPException, Exception)

@@ -69,6 +69,7 @@ class Running:
         finally:
             self.process.kill()
             self._reader.join()
+            self.process.stderr.close()
 
     def pages(self, path="/metrics"):
         return httpx.get(f"{self.url}{path}", headers={"authorization": f"Bearer {KEY}"}, timeout=30).text
@@ -93,12 +94,12 @@ class Running:
             yield client
 
 
-def replica_processes():
-    """The ids of the replicas' processes on this machine."""
+def processes(title=_TITLE):
+    """The ids of the processes on this machine whose command line begins with a title, by default the replicas'."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(_TITLE):
+            if path.read_bytes().startswith(title):
                 found.append(int(path.parent.name))
     return sorted(found)
 
