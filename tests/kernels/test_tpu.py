@@ -14,6 +14,7 @@ from pallas_kernels import derivative, mosaic, tpu, triton, xla
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, token_rows
 from tests.kernels import interpret_tpu
 from tests.kernels.attention import Case, options_for
+from tests.kernels.chosen import check_chosen
 
 LENGTHS, COUNTS = [1, 0, 37, 16, 70], [1, 0, 20, 1, 7]
 SHAPES = [(2, 2, 16, 4), (3, 1, 64, 8), (2, 2, 128, 4), (1, 4, 160, 8)]  # kv heads, group, width, block size
@@ -113,6 +114,14 @@ def test_the_kernel_prefills(dtype, rows, name):
     counts = [min(length, count) for length, count in zip(ROWS[rows], (3, 5, 7, 1), strict=False)]
     options = {"scale": 0.1, "max_count": 7, **OPTIONS[name]}
     check(tpu.prefill_attention, xla.prefill_attention, prefill_args(case, counts), dtype, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[1, 1], [20, 3]])
+def test_the_kernel_reads_chosen_blocks(counts):
+    columns = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0]], bool)
+    with interpret_tpu.installed():
+        check_chosen(kernel_case([70, 50]), tpu, counts, columns=columns)
 
 
 @pytest.mark.parametrize(
