@@ -126,6 +126,7 @@ class CacheSpec:
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
       thinning: whether `thin` may let go of blocks in the middle of rows.
+      sparse: whether rows may read a part of their blocks (`select_blocks`), and publish nothing after that.
       backups: whether blocks on the device can have copies on the host.
 
     Example:
@@ -143,6 +144,7 @@ class CacheSpec:
     retention: bool = False
     offload_min_priority: int = 0
     thinning: bool = False
+    sparse: bool = False
     backups: bool = False
 
     def __post_init__(self):
@@ -263,6 +265,7 @@ def make_spec(
     retention: bool = False,
     offload_min_priority: int = 0,
     thinning: bool = False,
+    sparse: bool = False,
     backups: bool = False,
     layout: str | None = None,
 ) -> CacheSpec:
@@ -287,6 +290,9 @@ def make_spec(
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
       thinning: whether `thin` may let go of blocks in the middle of rows. Each view then packs the blocks that its rows
         still read.
+      sparse: whether views may read a part of a row (`select_blocks`). K/V computed from such a view are approximate.
+        So a row publishes nothing after a `commit` that does not say `exact=True`, and no other request can find its
+        K/V.
       backups: whether blocks on the device can have copies on the host (`kvjax.tiers.backup`). A block with a copy
         leaves the device without a move, inside a jitted loop too. Needs `num_host_blocks`.
       layout: the order of a block's K/V in a pool: "heads", or "tokens", in which a TPU's attention kernel reads them.
@@ -328,6 +334,7 @@ def make_spec(
         retention,
         offload_min_priority,
         thinning,
+        sparse,
         backups,
     )
     for group in spec.groups:

@@ -398,6 +398,8 @@ class Sequences(Pytree):
       swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
       holes: bool[S, M]; the blocks of the first group that the row no longer reads (`blocks/holes.py`). None if the
         spec has no thinning.
+      approximate: bool[S]; whether the row has K/V that may be approximate, so it publishes nothing any more. None if
+        the spec is not sparse.
     """
 
     length: jax.Array
@@ -406,6 +408,7 @@ class Sequences(Pytree):
     retention: jax.Array | None = None
     swapped: jax.Array | None = None
     holes: jax.Array | None = None
+    approximate: jax.Array | None = None
 
     @property
     def swapped_out(self) -> jax.Array:

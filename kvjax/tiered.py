@@ -228,13 +228,13 @@ class TieredCache(AnyCache):
         return one_line(self, self.state, f"{on_device} of K/V", f"{on_host} on the host")
 
     def _stepped(
-        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any
+        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any, exact: Any
     ) -> tuple[TieredCache, jax.Array, Events]:
         check_alive(self.cache, self.host)
         check_model(model)
         check_placement(model, self.cache)
         check_32_bits(Cache.step, None, None, tokens, count, seqs, now=now)
-        cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
+        cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits, exact=exact)
         return self.replace(cache), computed, events
 
     def _settle(self, state: CacheState, events: Events, undoes: bool) -> TieredCache:

@@ -74,6 +74,8 @@ def _init(spec: CacheSpec, policy: EvictionPolicy, sizes: list[jax.Array], polic
         seqs = seqs.replace(swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
     if spec.thinning:
         seqs = seqs.replace(holes=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq), jnp.bool_))
+    if spec.sparse:
+        seqs = seqs.replace(approximate=jnp.zeros((spec.max_seqs,), jnp.bool_))
     return CacheState(tuple(groups), seqs, spec, policy)
 
 
