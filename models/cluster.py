@@ -85,7 +85,6 @@ class Replica:
         os.environ[wires.CURVE_KEY] = secret_key.decode()  # for this process alone
         if args.save is not None:
             args.save = os.path.join(args.save, str(context.rank.rank))
-            os.makedirs(args.save, exist_ok=True)
         self._stack = contextlib.ExitStack()
         with _start_errors():
             commands.enable_compilation_cache(not args.no_compile_cache)

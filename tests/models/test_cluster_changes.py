@@ -9,10 +9,12 @@ import shutil
 import signal
 import threading
 import time
+import types
 import warnings
 
 import httpx
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 
 from models import recall
@@ -25,6 +27,7 @@ with warnings.catch_warnings():
     ray = pytest.importorskip("ray", reason="needs ray: make test-cluster")
     from ray import serve as ray_serve
     from ray.cluster_utils import Cluster
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
     from models import cluster
 
@@ -184,3 +187,49 @@ def parent_of(process):
     """The id of a process's parent."""
     text = pathlib.Path(f"/proc/{process}/status").read_text()
     return int(re.search(r"^PPid:\t(\d+)$", text, re.M)[1])
+
+
+# Parts which need Ray's package, and no running Ray.
+
+
+def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE", 0.1)
+    hanging = threading.Event()
+
+    class Engine:
+        @property
+        def state(self):
+            hanging.wait(60)
+
+    replica = cluster.Replica.__new__(cluster.Replica)
+    replica._server = types.SimpleNamespace(engine=Engine())
+
+    async def check():
+        try:
+            await replica.check_health()
+        finally:
+            hanging.set()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(check())
+    asyncio.run(replica.check_health())
+    del replica._server
+
+
+def test_the_config_of_the_page_makes_an_application(tmp_path):
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    (config,) = yaml.safe_load(text)["applications"]
+    assert config["import_path"] == "models.cluster:application"
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    options = {**config["args"], "checkpoint": str(CHECKPOINT), "api-keys": str(keys)}
+    made = call_user_app_builder_with_args_if_necessary(cluster.application, options)
+    front = made._bound_deployment
+    replicas, args = front.init_args
+    assert (front.name, replicas._bound_deployment.name) == ("front", "replica")
+    assert args.api_key == ["one", "two"] and args.api_keys is None and args.budget == 60 << 30
+    assert replicas._bound_deployment.num_replicas == 4
+    assert {one["name"] for one in config["deployments"]} <= {"front", "replica"}
+    for wrong, message in (({"rows": 0}, "--rows: got '0'"), ({"publish": "tcp://*:1"}, "--publish: got one with")):
+        with pytest.raises(ValueError, match=message):
+            cluster.application({**options, **wrong})
