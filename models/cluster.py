@@ -51,12 +51,7 @@ SAVE_SECONDS = 120.0  # for a replica to save its cache
 HEALTH_SECONDS = 10.0  # between two checks of a replica
 FETCH_SECONDS = 10.0  # for a replica to make a page
 START_SECONDS = 600.0  # for a replica to compile and start
-# Variables of Ray, unless they are set: few changes of threads on a request's way, and only our lines in the terminal.
-_VARIABLES = {
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-}
+_VARIABLES = {"RAY_SERVE_LOG_TO_STDERR": "0"}  # of Ray, unless they are set: the terminal has only our lines
 _LOGGING = {"enable_access_log": False}
 _NUM_PAGES = 64  # pages that a replica makes at a time, besides its answers
 
@@ -378,12 +373,14 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def _one_line(parser: commands.Parser) -> Iterator[None]:
-    """Ends the command with the line of a `StartError`, which Ray repeats inside of a traceback."""
+    """Ends the command with the line of a `StartError`, which Ray has in the state of a deployment."""
     try:
         yield
     except RuntimeError as error:
-        lines = re.findall(rf"{StartError.__name__}: (.*)", str(error))
-        parser.error(lines[-1] if lines else str(error).strip().splitlines()[-1])
+        made = ray_serve.status().applications.get(NAME)
+        texts = [str(error), *(one.message for one in (made.deployments.values() if made else ()))]
+        lines = [line for text in texts for line in re.findall(rf"{StartError.__name__}: (.*)", text)]
+        parser.error(lines[-1] if lines else f"the replicas do not start: {texts[-1].strip().splitlines()[-1]}")
 
 
 def _raising_parser() -> Any:
