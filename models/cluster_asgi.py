@@ -56,7 +56,8 @@ def scope_of(scope: Scope, request_id: str) -> Scope:
 async def call_app(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
     """Calls an application, and yields the messages which it sends, in lists: at most one list in `PACE` seconds.
 
-    A message after a pause is not delayed. If the caller closes the generator, the application's task is cancelled, as if its client had left.
+    A message after a pause is not delayed. If the caller closes the generator, the application's task is cancelled, as
+    if its client had left.
     """
     sent = asyncio.Queue[Message | None]()
     received = asyncio.Queue[Message]()
