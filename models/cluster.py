@@ -318,11 +318,7 @@ def _application(args: argparse.Namespace) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": 0},
     )(ray_serve.ingress()(Front))
-    # Ray replaces all replicas if their arguments change: the number of replicas is no part of them.
-    shared = copy.copy(args)
-    shared.replicas = 1
-    shared.max_replicas = shared.address = None
-    return front.bind(replicas.bind(shared), shared)
+    return front.bind(replicas.bind(args), args)
 
 
 def run(parser: commands.Parser, args: argparse.Namespace) -> None:

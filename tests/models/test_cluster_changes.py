@@ -28,6 +28,8 @@ with warnings.catch_warnings():
     from ray import serve as ray_serve
     from ray.cluster_utils import Cluster
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
 
     from models import cluster
 
@@ -60,8 +62,16 @@ class Served(Running):
         ray_serve.start(http_options={"host": "127.0.0.1", "port": self.port}, proxy_location="HeadOnly")
 
     def run(self, replicas, checkpoint=CHECKPOINT):
-        options = {**SIZES, "checkpoint": str(checkpoint), "replicas": replicas}
-        ray_serve.run(cluster.application(options), name="kvjax", route_prefix="/")
+        """Deploys a config as `serve deploy` does, and waits."""
+        app = {
+            "name": "kvjax",
+            "route_prefix": "/",
+            "import_path": "models.cluster:application",
+            "args": {**SIZES, "checkpoint": str(checkpoint), "replicas": 1},
+            "deployments": [{"name": "replica", "num_replicas": replicas}],
+        }
+        schema = ServeDeploySchema.model_validate({"applications": [app]})
+        _get_global_client().deploy_apps(schema, _blocking=True)
 
 
 class Load:
