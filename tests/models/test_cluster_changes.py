@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from models import recall
 from models.recall import CHECKPOINT
 from tests.drive import ROOT
-from tests.models.cluster_kit import KEY, SIZES, Running, free_port, hit_rate, processes, questions, wait_for
+from tests.models.cluster_kit import KEY, PATIENCE, SIZES, Running, free_port, hit_rate, processes, questions, wait_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    from models import cluster
+    from models import cluster, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PAGE = ROOT / "docs/howto/cluster.md"
@@ -149,7 +149,7 @@ def test_batches_of_ray_data_keep_their_order_and_survive_an_actor(local_ray):
     killed = list[int]()
 
     def kill():
-        wait_for(lambda: len(processes(b"ray::MapWorker")) == 2)
+        wait_for(lambda: len(processes(b"ray::MapWorker")) == 2, PATIENCE)
         time.sleep(8)
         killed.extend(processes(b"ray::MapWorker")[:1])
         os.kill(killed[0], signal.SIGKILL)
@@ -243,3 +243,19 @@ def test_the_config_of_the_page_makes_an_application(tmp_path):
     for wrong, message in (({"rows": 0}, "--rows: got '0'"), ({"publish": "tcp://*:1"}, "--publish: got one with")):
         with pytest.raises(ValueError, match=message):
             cluster.application({**options, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("Traceback\n  raise\nmodels.cluster.StartError: --rows: too many\nThe end", "--rows: too many"),
+        ("Traceback\n  raise\nMemoryError: no memory\n", "the replicas do not start: MemoryError: no memory"),
+    ],
+)
+def test_the_reason_of_a_failed_start_is_the_line_of_the_command(message, line, monkeypatch, capsys):
+    deployments = {"replica": types.SimpleNamespace(message=message)}
+    made = types.SimpleNamespace(applications={"kvjax": types.SimpleNamespace(deployments=deployments)})
+    monkeypatch.setattr(cluster.ray_serve, "status", lambda: made)
+    with pytest.raises(SystemExit), cluster._one_line(commands.Parser("serve", None)):
+        raise RuntimeError("Deploying application kvjax failed: Failed to update the deployments ['replica'].")
+    assert capsys.readouterr().err == f"python -m models.serve: {line}\n"
