@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import ipaddress
 import os
 import pathlib
@@ -47,8 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     stores.check(parser, args)
     cluster_options.check(parser, args)
     if args.replicas is not None:
-        from . import cluster  # imported late because it needs the extra
-
+        # Imported late because it needs the extra, and by its name because it starts from this module's parts.
+        cluster = importlib.import_module(".cluster", __package__)
         return cluster.run(parser, args)
     commands.enable_compilation_cache(not args.no_compile_cache)
     if args.until_eof:
