@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, either, fence, pick, put
+from kvjax._arrays import count, either, fence, pick, put, skip_unless
 from kvjax.blocks.publish import leave_index
 from kvjax.blocks.transfers import take_over_tiers
 from kvjax.blocks.victims import Taken, claim, unclaim
-from kvjax.events.records import no_records
+from kvjax.events.records import Records, no_records
 from kvjax.events.transfer import no_moves
 from kvjax.policies.retention import advance_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
@@ -50,23 +50,17 @@ def take(
         )
     index = np.arange(size, dtype=np.int32)
     num_from_stack = jnp.minimum(need, group.num_empty)
-    num_victims = jnp.where(need <= group.available, need - num_from_stack, 0)
-    before = group.blocks
-
-    def eligible(ids: jax.Array) -> jax.Array:
-        return group.evictable(ids) & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
-
-    victims, pstate = policy.chosen(group.policy, before, eligible, num_victims, now, size)
-    claimed = (index < num_victims) & eligible(victims)
-    (refcount, fill), victims, claimed = fence((before.refcount, before.fill), victims, claimed)
-    blocks, claimed = claim(before.replace(refcount=refcount, fill=fill), victims, claimed)
-    ok = (need <= group.available) & (count(claimed) == num_victims)
-    blocks = unclaim(blocks, victims, claimed & ~ok)
+    fits = need <= group.available
+    num_victims = jnp.where(fits, need - num_from_stack, 0)
+    no_victims = np.full((size,), NO_BLOCK, np.int32)
+    group, victims, has_victims, removed = skip_unless(
+        lambda: num_victims > 0,
+        lambda carry: _evict(carry[0], group_index, policy, num_victims, size, now),
+        (group, no_victims, np.bool_(True), no_records(size)),
+    )
+    ok = fits & has_victims
     num_from_stack = jnp.where(ok, num_from_stack, 0)
-    num_victims = jnp.where(ok, num_victims, 0)
     is_empty = num_from_stack > index
-    is_victim = num_victims > index
-    group, removed = leave_index(group.replace(blocks=blocks), group_index, victims, is_victim, counted=False)
     from_stack_ids = pick(group.empty, group.num_empty - 1 - index)
     empty, from_stack_ids = fence(group.empty, from_stack_ids)
     ids = jnp.where(is_empty, from_stack_ids, pick(victims, index - num_from_stack))
@@ -75,8 +69,32 @@ def take(
         blocks=advance_time(blocks, now, ok & (need > 0)),
         empty=empty,
         num_empty=group.num_empty - num_from_stack,
-        num_cached=group.num_cached - num_victims,
-        policy=either(ok, pstate, group.policy),
     )
-    ids = jnp.where(index < num_from_stack + num_victims, ids, NO_BLOCK)
+    ids = jnp.where(index < jnp.where(ok, need, 0), ids, NO_BLOCK)
     return Taken(group, ids, ok, removed, updated=no_records(), orders=no_moves())
+
+
+def _evict(
+    group: Group, group_index: int, policy: EvictionPolicy, wanted: jax.Array, size: int, now: jax.Array
+) -> tuple[Group, jax.Array, jax.Array, Records]:
+    """Takes `wanted` i32[] victims of the policy out of the index, all or none, and gives each a holder.
+
+    Returns the group, the victims i32[size], bool[], whether all were taken, and their records, removed.
+    """
+    index = np.arange(size, dtype=np.int32)
+    before = group.blocks
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        return group.evictable(ids) & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
+
+    victims, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
+    claimed = (index < wanted) & eligible(victims)
+    (refcount, fill), victims, claimed = fence((before.refcount, before.fill), victims, claimed)
+    blocks, claimed = claim(before.replace(refcount=refcount, fill=fill), victims, claimed)
+    ok = count(claimed) == wanted
+    blocks = unclaim(blocks, victims, claimed & ~ok)
+    num_victims = jnp.where(ok, wanted, 0)
+    is_victim = num_victims > index
+    group, removed = leave_index(group.replace(blocks=blocks), group_index, victims, is_victim, counted=False)
+    group = group.replace(num_cached=group.num_cached - num_victims, policy=either(ok, pstate, group.policy))
+    return group, victims, ok, removed
