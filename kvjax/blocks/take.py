@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, either, fence, pick, put, skip_unless
+from kvjax.blocks.backups import backs_up, has_backup, leave_by_backup
 from kvjax.blocks.publish import leave_index
 from kvjax.blocks.transfers import take_over_tiers
 from kvjax.blocks.victims import Taken, claim, unclaim
@@ -38,7 +39,8 @@ def take(
     different, findable, on the host, and packed to the front. `extra` i32[] more blocks are emptied. With `stays`,
     static, none of the offloaded blocks may become a victim of the host.
 
-    Without priorities, `take` never touches the host, and no device block with descendants on the host is evicted.
+    Without priorities, no device block with descendants on the host is evicted, unless all of the blocks between them
+    have backups. A victim with a backup stays on the host, and the others are removed.
 
     `size`, static, is the largest sum of need, onboarded and extra. The group is unchanged unless all of `need` can be
     taken.
@@ -53,33 +55,36 @@ def take(
     fits = need <= group.available
     num_victims = jnp.where(fits, need - num_from_stack, 0)
     no_victims = np.full((size,), NO_BLOCK, np.int32)
-    group, victims, has_victims, removed = skip_unless(
+    group, taken_ids, has_victims, removed, updated = skip_unless(
         lambda: num_victims > 0,
         lambda carry: _evict(carry[0], group_index, policy, num_victims, size, now),
-        (group, no_victims, np.bool_(True), no_records(size)),
+        (group, no_victims, np.bool_(True), no_records(size), no_records(size * backs_up(group))),
     )
     ok = fits & has_victims
     num_from_stack = jnp.where(ok, num_from_stack, 0)
     is_empty = num_from_stack > index
     from_stack_ids = pick(group.empty, group.num_empty - 1 - index)
     empty, from_stack_ids = fence(group.empty, from_stack_ids)
-    ids = jnp.where(is_empty, from_stack_ids, pick(victims, index - num_from_stack))
-    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, is_empty))
+    ids = jnp.where(is_empty, from_stack_ids, pick(taken_ids, index - num_from_stack))
+    num_taken = jnp.where(ok, need, 0)
+    lacks_holder = index < num_taken if backs_up(group) else is_empty
+    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, lacks_holder))
     group = group.replace(
         blocks=advance_time(blocks, now, ok & (need > 0)),
         empty=empty,
         num_empty=group.num_empty - num_from_stack,
     )
-    ids = jnp.where(index < jnp.where(ok, need, 0), ids, NO_BLOCK)
-    return Taken(group, ids, ok, removed, updated=no_records(), orders=no_moves())
+    ids = jnp.where(index < num_taken, ids, NO_BLOCK)
+    return Taken(group, ids, ok, removed, updated, orders=no_moves())
 
 
 def _evict(
     group: Group, group_index: int, policy: EvictionPolicy, wanted: jax.Array, size: int, now: jax.Array
-) -> tuple[Group, jax.Array, jax.Array, Records]:
-    """Takes `wanted` i32[] victims of the policy out of the index, all or none, and gives each a holder.
+) -> tuple[Group, jax.Array, jax.Array, Records, Records]:
+    """Takes `wanted` i32[] victims of the policy out of the index, or out of the device, all or none.
 
-    Returns the group, the victims i32[size], bool[], whether all were taken, and their records, removed.
+    Returns the group, the taken blocks i32[size], bool[], whether all were taken, and records, removed and updated. The
+    taken blocks have a holder, unless the group has backups.
     """
     index = np.arange(size, dtype=np.int32)
     before = group.blocks
@@ -95,6 +100,16 @@ def _evict(
     blocks = unclaim(blocks, victims, claimed & ~ok)
     num_victims = jnp.where(ok, wanted, 0)
     is_victim = num_victims > index
-    group, removed = leave_index(group.replace(blocks=blocks), group_index, victims, is_victim, counted=False)
+    group = group.replace(blocks=blocks)
+    taken_ids = victims
+    updated = no_records()
+    backed = is_victim & has_backup(group, victims) if backs_up(group) else None
+    is_removed = is_victim if backed is None else is_victim & ~backed
+    group, removed = leave_index(group, group_index, victims, is_removed, counted=False, backed=False)
+    if backed is not None:
+        group, taken_ids, updated = leave_by_backup(group, group_index, victims, backed)
     group = group.replace(num_cached=group.num_cached - num_victims, policy=either(ok, pstate, group.policy))
-    return group, victims, ok, removed
+    if backed is not None:
+        gone = jnp.where(backed, victims, NO_BLOCK)
+        group = group.replace(policy=policy.forgot(group.policy, group.blocks, gone))
+    return group, taken_ids, ok, removed, updated
