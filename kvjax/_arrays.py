@@ -33,7 +33,23 @@ def pick[T](x: T, index: Any) -> T:
     """
     if not isinstance(index, tuple) and np.ndim(index) == 0 and not pallas_kernels.lowers_for("cuda"):
         return jax.tree.map(lambda a: _row(jnp.asarray(a), index), x)
-    return jax.tree.map(lambda a: jnp.asarray(a).at[index].get(mode="clip", wrap_negative_indices=False), x)
+
+    def read(array: Any) -> jax.Array:
+        array = jnp.asarray(array)
+        return array.at[_by_element(array, index)].get(mode="clip", wrap_negative_indices=False)
+
+    return jax.tree.map(read, x)
+
+
+def _by_element(x: jax.Array, index: Any) -> Any:
+    """On a TPU the index of every element of pairs x[..., 2], else `index`.
+
+    To read or write whole pairs, XLA for TPUs copies the array into rows of 128 elements.
+    """
+    leading = index if isinstance(index, tuple) else (index,)
+    if x.ndim != len(leading) + 1 or x.shape[-1] != 2 or not pallas_kernels.lowers_for("tpu"):
+        return index
+    return *(jnp.asarray(axis_index)[..., None] for axis_index in leading), np.arange(2, dtype=np.int32)
 
 
 def _row(x: jax.Array, index: Any) -> jax.Array:
@@ -62,6 +78,7 @@ def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -
         if _is_lone(array, where):
             return jnp.where(_at(array, index, where), _lone(array, value, where), array)
         entry_index, value = _entries(array, index, value, where)
+        entry_index = _by_element(array, entry_index)
         return array.at[entry_index].set(value, mode="drop", wrap_negative_indices=False, unique_indices=unique)
 
     return jax.tree.map(write, x, values)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, either, fence, pick, put
+from kvjax.blocks.backups import backs_up, has_backup, leave_by_backup
 from kvjax.blocks.publish import leave_index
 from kvjax.blocks.transfers import take_over_tiers
 from kvjax.blocks.victims import Taken, claim, unclaim
@@ -38,7 +39,8 @@ def take(
     different, findable, on the host, and packed to the front. `extra` i32[] more blocks are emptied. With `stays`,
     static, none of the offloaded blocks may become a victim of the host.
 
-    Without priorities, `take` never touches the host, and no device block with descendants on the host is evicted.
+    Without priorities, no device block with descendants on the host is evicted, unless all of the blocks between them
+    have backups. A victim with a backup stays on the host, and the others are removed.
 
     `size`, static, is the largest sum of need, onboarded and extra. The group is unchanged unless all of `need` can be
     taken.
@@ -66,11 +68,19 @@ def take(
     num_victims = jnp.where(ok, num_victims, 0)
     is_empty = num_from_stack > index
     is_victim = num_victims > index
-    group, removed = leave_index(group.replace(blocks=blocks), group_index, victims, is_victim, counted=False)
+    group = group.replace(blocks=blocks)
+    taken_ids = victims
+    updated = no_records()
+    backed = is_victim & has_backup(group, victims) if backs_up(group) else None
+    is_removed = is_victim if backed is None else is_victim & ~backed
+    group, removed = leave_index(group, group_index, victims, is_removed, counted=False, backed=False)
+    if backed is not None:
+        group, taken_ids, updated = leave_by_backup(group, group_index, victims, backed)
     from_stack_ids = pick(group.empty, group.num_empty - 1 - index)
     empty, from_stack_ids = fence(group.empty, from_stack_ids)
-    ids = jnp.where(is_empty, from_stack_ids, pick(victims, index - num_from_stack))
-    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, is_empty))
+    ids = jnp.where(is_empty, from_stack_ids, pick(taken_ids, index - num_from_stack))
+    lacks_holder = is_empty if backed is None else index < num_from_stack + num_victims
+    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, lacks_holder))
     group = group.replace(
         blocks=advance_time(blocks, now, ok & (need > 0)),
         empty=empty,
@@ -78,5 +88,8 @@ def take(
         num_cached=group.num_cached - num_victims,
         policy=either(ok, pstate, group.policy),
     )
+    if backed is not None:
+        gone = jnp.where(backed, victims, NO_BLOCK)
+        group = group.replace(policy=policy.forgot(group.policy, group.blocks, gone))
     ids = jnp.where(index < num_from_stack + num_victims, ids, NO_BLOCK)
-    return Taken(group, ids, ok, removed, updated=no_records(), orders=no_moves())
+    return Taken(group, ids, ok, removed, updated, orders=no_moves())

@@ -27,7 +27,14 @@ _interpreted = jax.make_user_context(False)  # a part of the keys of jax's cache
 def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
     """Whether the kernels serve a cache, for `rows` rows with at most num_tokens tokens each. All of this is static."""
     spec = state.spec
-    other_features = len(spec.groups) > 1, spec.has_host, spec.retention, spec.thinning, state.policy != lru()
+    other_features = (
+        len(spec.groups) > 1,
+        spec.has_host,
+        spec.retention,
+        spec.thinning,
+        spec.sparse,
+        state.policy != lru(),
+    )
     fits = 0 < num_tokens <= spec.block_size and 0 < rows <= MAX_ROWS and spec.max_seqs <= MAX_ROWS
     return fits and not any(other_features)
 

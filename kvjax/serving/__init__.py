@@ -23,6 +23,7 @@ from kvjax.serving.score import score
 from kvjax.serving.serve import serve, serve_step, what_if
 from kvjax.serving.show import show_requests, show_step
 from kvjax.serving.speculation import Drafter, Drafting, Drafts
+from kvjax.serving.speculation_cost import measured_pass_cost
 from kvjax.serving.speculation_models import draft_model, early_exit
 from kvjax.serving.speculation_ngram import ngram
 from kvjax.serving.submit import cancel, drain, submit
@@ -33,7 +34,7 @@ __all__ = [
     "GenerationInterrupted", "Handle", "Model", "Output", "Parked", "Penalties", "Progress", "QueueFull", "Replicas",
     "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions", "Sampling", "Scheduler", "Serving", "Times",
     "cancel", "chain", "choose_replica", "compiler_options", "constrain", "decode", "decode_log", "draft_model",
-    "drain", "early_exit", "free_rows", "generate", "init_serving", "make_requests", "ngram", "park", "penalize",
-    "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step",
-    "step", "stream", "submit", "unpark", "what_if", "worst_step",
+    "drain", "early_exit", "free_rows", "generate", "init_serving", "make_requests", "measured_pass_cost", "ngram",
+    "park", "penalize", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step",
+    "show_requests", "show_step", "step", "stream", "submit", "unpark", "what_if", "worst_step",
 ]  # fmt: skip

@@ -52,6 +52,7 @@ def step[C: AnyCache](
     *,
     now: Any = 0,
     logits: Literal["last", "all"] = "last",
+    exact: Any = None,
 ) -> tuple[C, jax.Array, Events]:
     """Computes and commits the next tokens of rows for which `admit` or `extend` made room. Jit and donate it.
 
@@ -64,6 +65,7 @@ def step[C: AnyCache](
       seqs: i32[R]; the rows, padded with -1. None means all S rows.
       now: i32[] ms.
       logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
+      exact: bool[] or bool[R]; see `commit`.
 
     Returns:
       The cache, logits f32[R, V] after each row's last token or f32[R, C, V] after every token, and the events. Logits
@@ -71,7 +73,7 @@ def step[C: AnyCache](
 
     Raises:
       ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something
-        else, or cannot give all logits.
+        else, or cannot give all logits; also for `exact` in a context of `sparse_attention`.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -84,7 +86,7 @@ def step[C: AnyCache](
       (10, [10, 0])
     """
     check_cache(cache)
-    return cache.step(model, tokens, count, seqs, now=now, logits=logits)
+    return cache.step(model, tokens, count, seqs, now=now, logits=logits, exact=exact)
 
 
 def check_cache(cache: Any) -> None:

@@ -18,9 +18,10 @@ from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Chunk, Span, write_text
 from kvjax.blocks.tiers import take_over
-from kvjax.checks import integers, on_state
+from kvjax.checks import flags, integers, on_state
 from kvjax.events.records import COLUMNS, Events, Records, Status
 from kvjax.gpu.choice import fused, serves
+from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, checked_text, first_failure
 
@@ -33,6 +34,7 @@ def commit(
     *,
     extra_ids: ArrayLike | None = None,
     seqs: ArrayLike | None = None,
+    exact: ArrayLike | None = None,
     now: ArrayLike = 0,
 ) -> tuple[CacheState, Events]:
     """Records that the K/V of these tokens are now written, and publishes the filled blocks.
@@ -47,6 +49,9 @@ def commit(
       num_tokens: i32[R]; the number of tokens to commit, at most the row's reserved tokens. 0 leaves a row unchanged.
       extra_ids: i32[R, T]; extra ids of the tokens, if the spec has them.
       seqs: i32[R]; the rows, all different. None means all S rows.
+      exact: bool[] or bool[R]; whether the K/V of these tokens were computed with full attention. Only for a spec with
+        sparse=True. There, None means no: the row publishes nothing any more, and neither do its forks, until it is
+        released. Other caches take all K/V to be exact.
       now: i32[]; the time in ms.
 
     Returns:
@@ -63,6 +68,9 @@ def commit(
       >>> [(event["kind"], event["tokens"]) for event in kvjax.to_list(events)]  # the third block is not full
       [('stored', [0, 1, 2, 3]), ('stored', [4, 5, 6, 7])]
 
+    Raises:
+      ValueError: if `exact` is given and the spec is not sparse.
+
     Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks in the same way.
     """
     spec = state.spec
@@ -73,10 +81,18 @@ def commit(
     text = checked_text(spec, tokens, extra_ids)
     exists, start, bad = _checked_rows(state, None if seqs is None else rows, tokens, num_tokens)
     end = start + jnp.where(bad, 0, num_tokens)
-    chunk = Chunk(rows, start, end, exists & ~bad, text)
+    chunk = Chunk(rows, start, end, exists & ~bad, text, _exact_rows(spec, exact, rows.shape))
     has_kernel = serves(state, rows.shape[0], tokens.shape[1])
     state, stored, updated = fused(write_fused, write, state, chunk, now) if has_kernel else write(state, chunk, now)
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
+
+
+def _exact_rows(spec: CacheSpec, exact: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array | None:
+    if exact is None:
+        return None
+    if not spec.sparse:
+        raise ValueError("exact: got a value for a cache with sparse=False, wanted None: all its K/V are exact")
+    return jnp.broadcast_to(flags("exact", exact, shape if jnp.ndim(exact) else ()), shape)
 
 
 def is_refused(state: CacheState, tokens: jax.Array, num_tokens: jax.Array, seqs: jax.Array | None) -> jax.Array:
@@ -130,7 +146,8 @@ def store(state: CacheState, chunk: Chunk) -> CacheState:
     """Stores the written tokens of rows; call `publish_spans` afterwards."""
     group = write_text(state.groups[0], chunk.rows, chunk.start, chunk.end, chunk.text)
     committed = put(state.seqs.committed, chunk.rows, chunk.end, chunk.done)
-    return state.replace(groups=(group, *state.window_groups), seqs=state.seqs.replace(committed=committed))
+    seqs = holes.with_approximate(state.seqs.replace(committed=committed), chunk)
+    return state.replace(groups=(group, *state.window_groups), seqs=seqs)
 
 
 def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax.Array) -> WriteResult:
@@ -142,7 +159,7 @@ def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax
         for span, span_max in zip(spans, max_filled, strict=True)
     ]
     all_filled = jax.tree.map(lambda *parts: jnp.concatenate(parts), *filled)
-    all_filled = holes.without_thinned(state.seqs, all_filled)
+    all_filled = holes.without_private(state.seqs, all_filled)
     state, stored, updated = publish_filled(state, all_filled, width, now, several=max(max_filled) > 1)
     for span in spans:
         state = slide(state, span, now)

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from benchmarks import gpu
 from kvjax.events.log import init_log
-from kvjax.serving import Scheduler, init_serving, serve, worst_step
+from kvjax.serving import Scheduler, init_serving, ngram, serve, worst_step
 from kvjax.serving.decode import Rows, decode, decode_log
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -140,16 +140,17 @@ def sharded_loop():
     return run, ((model,), cache, *rest), donate, ((weights,), parts, *[P()] * len(rest))
 
 
-def scheduled(k: int = BLOCK):
+def scheduled(k: int = BLOCK, drafter=None):
     """The loop of the scheduler around a model with a single kernel: 128 rows, 256 requests."""
     cache = make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192)
     spec, scheduler = cache.state.spec, Scheduler(k=k, chunk=256, chunk_rows=4)
-    serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, greedy=True))
+    options = {"greedy": True, "speculates": drafter is not None}
+    serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, **options))
     log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), spec.block_size))
 
     def run(serving, log, steps):
         model = jax.tree_util.Partial(in_scope, jax.tree_util.Partial(null_model))
-        return serve(model, serving, log, scheduler=scheduler, steps=steps)
+        return serve(model, serving, log, scheduler=scheduler, steps=steps, drafter=drafter)
 
     return run, (serving, log, i32()), (0, 1)
 
@@ -197,6 +198,8 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "loop_sharded": (sharded_loop, BUFFERS, 4),
     "loop_sharded_collectives": (sharded_loop, f"{BUFFERS},COLLECTIVES", 4),
 }
+# Programs which are compared with others, and have no budgets.
+COMPARED = {"drafted": (lambda: scheduled(drafter=ngram()), BUFFERS, 1)}
 
 
 def is_of_model(thunk: Thunk) -> bool:
@@ -240,7 +243,7 @@ def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
         return {
             "start": gpu_thunks.count(root, rare, lambda thunk: thunk is loops[0]),
             "block": gpu_thunks.count(loops[0], rare, lambda thunk: thunk in inside),
-            "step": gpu_thunks.count(step, rare, is_of_model),
+            **steps_of(step, rare),
             "mixed": gpu_thunks.count(mixed, rare),
             "seldom": seldom,
         }
@@ -259,9 +262,22 @@ def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
     }
 
 
+def steps_of(step: Thunk, rare: Sequence[str]) -> dict[str, Counts]:
+    """The counts of the loop of steps. With a drafter, those of a narrow and of a wide pass."""
+    inside = [thunk for part in step.parts.values() for thunk in part]
+    widths = [thunk for thunk in inside if thunk.kind == "kWhile" and any(map(is_of_model, thunk))]
+    if not widths:
+        return {"step": gpu_thunks.count(step, rare, is_of_model)}
+    narrow, wide = widths
+    return {
+        "narrow": gpu_thunks.count(step, rare, lambda thunk: thunk is wide or is_of_model(thunk)),
+        "wide": gpu_thunks.count(step, rare, lambda thunk: thunk is narrow or is_of_model(thunk)),
+    }
+
+
 def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
     """Compiles a program for an H200, and returns its counts."""
-    make, buffers, gpus = PROGRAMS[name]
+    make, buffers, gpus = (PROGRAMS | COMPARED)[name]
     function, args, donate, *specs = make()
     args, mesh = on_gpus("h200", {"x": gpus}, args, *specs)
     options = {} if buffers is None else gpu.DECIDES["device"] | {"xla_gpu_enable_command_buffer": buffers}
@@ -349,7 +365,9 @@ def line(part: str, counts: Mapping[str, int], budgets: Budgets) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.gpu_programs", description=__doc__)
-    parser.add_argument("programs", nargs="*", choices=PROGRAMS, metavar="PROGRAM", help=", ".join(PROGRAMS))
+    parser.add_argument(
+        "programs", nargs="*", choices=PROGRAMS | COMPARED, metavar="PROGRAM", help=", ".join(PROGRAMS | COMPARED)
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="a line of JSON for each program")
     form.add_argument("--update", action="store_true", help="write what is measured as the budgets")

@@ -18,6 +18,7 @@ import numpy as np
 from pallas_kernels import mosaic, mosaic_attention, tuning
 from tests.kernels import attention
 from tests.kernels.attention import Case, check_decode, check_prefill, options_for
+from tests.kernels.chosen import check_chosen
 
 # (kv heads, queries per kv head, head width, block size), options
 SHAPES = {
@@ -45,6 +46,13 @@ def decode(name):
 def prefill(name):
     case = case_of(name, [9, 1, 0, 131, 70])
     check_prefill(case, "mosaic", [9, 1, 0, 90, 7], **options_for(case, name))
+
+
+def chosen(counts):
+    """Rows that read some of their blocks, through a view."""
+    case = case_of("sink_tokens", [70, 33, 50])
+    columns = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0]], bool)
+    check_chosen(case, mosaic, counts, columns=columns, interpret=True)
 
 
 def long():
@@ -81,6 +89,10 @@ def broken():
 
 
 CASES = {f"{kind.__name__}_{name}": functools.partial(kind, name) for kind in (decode, prefill) for name in SHAPES}
+CASES |= {
+    "chosen_decode": functools.partial(chosen, [1, 1, 1]),
+    "chosen_prefill": functools.partial(chosen, [1, 20, 3]),
+}
 CASES |= {"long": long, "vmap": vmap, "broken": broken}
 
 

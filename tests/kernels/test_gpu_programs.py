@@ -62,6 +62,15 @@ def test_a_loop_of_steps_whose_length_is_fixed_does_not_stop():
     assert parts_of("loop_unbuffered")["step"]["stops"] == 1
 
 
+@needs_toolchain
+def test_a_pass_with_a_drafter_has_few_more_kernels_than_a_step():
+    """A plain step with `ngram` looks up its drafts too. A pass that verifies drafts has a ragged view in addition."""
+    plain, drafted = parts_of("scheduled")["step"], parts_of("drafted")
+    assert 0 < drafted["narrow"]["kernels"] - plain["kernels"] <= 12
+    assert 0 < drafted["wide"]["kernels"] - plain["kernels"] <= 16
+    assert not drafted["narrow"]["stops"] and not drafted["wide"]["stops"]
+
+
 def write(tmp_path, budgets, **more):
     file = tmp_path / "budgets.json"
     file.write_text(json.dumps({"rare": [], "bars": {}, "budgets": budgets, **more}))

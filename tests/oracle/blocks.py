@@ -109,7 +109,8 @@ class Block:
 class Row:
     """A sequence: `length` tokens reserved, of which `tokens` are written, and a table per group. Gaps are NO_BLOCK.
 
-    Nothing reads the columns `holes` of the first table. A hole keeps its block as long as others read it.
+    Nothing reads the columns `holes` of the first table. A hole keeps its block as long as others read it. A row with
+    holes or with `approximate` K/V is private: it publishes nothing.
     """
 
     namespace: int = 0
@@ -120,6 +121,11 @@ class Row:
     retention: Retention = RETENTION
     swapped: bool = False
     holes: frozenset[int] = frozenset()
+    approximate: bool = False
+
+    @property
+    def is_private(self) -> bool:
+        return bool(self.holes) or self.approximate
 
     def copy(self) -> Row:
         """An equal row with its own lists."""

@@ -449,7 +449,8 @@ class Row:
     """The right contents of a sequence: `items` are written, and `prompt` may have more tokens to write.
 
     Its first group has no blocks in the columns `holes`. K/V computed after a hole are approximate: `spoiled` has
-    (position, salt), and the names from each position on differ from the names of the text.
+    (position, salt), and the names from each position on differ from the names of the text. K/V are `approximate` too
+    if a commit of a sparse cache did not call them exact.
     """
 
     namespace: int
@@ -458,6 +459,7 @@ class Row:
     swapped: bool = False
     holes: frozenset[int] = frozenset()
     spoiled: tuple[tuple[int, int], ...] = ()
+    approximate: bool = False
 
     def names(self) -> np.ndarray:
         """i32[n]: the names of the row's tokens."""
@@ -467,10 +469,10 @@ class Row:
         return names
 
     def spoil(self, length: int, salt: int) -> None:
-        """Makes the K/V approximate from `length` on, as far as there are holes before."""
+        """Makes the K/V approximate from `length` on, if there are holes before, or approximate K/V."""
         before = tuple(mark for mark in self.spoiled if mark[0] < length)
         self.holes = frozenset(column for column in self.holes if column * SIZE < length)
-        self.spoiled = (*before, (length, salt)) if self.holes else ()
+        self.spoiled = (*before, (length, salt)) if self.holes or self.approximate else ()
 
 
 @dataclasses.dataclass
@@ -975,6 +977,7 @@ class Life:
         if not any(new) and not flaw:
             return
         some = {} if by_name is None else {"seqs": np.array(rows, np.int32)}
+        exact = {name: mask[rows] for name, mask in self.exact(new, request.get("exact", [True] * ROWS)).items()}
         of_rows = self.appended(new)
         values, tokens, counts, extra = (None if x is None else x[rows] for x in of_rows)
         counts, before = np.where(np.array(rows) < 0, 0, counts).astype(np.int32), self.state.groups
@@ -984,10 +987,10 @@ class Life:
             tokens[at, 0] = -1 if flaw == "token" else tokens[at, 0]
         if how == "step":
             face = "Cache" if self.face == "state" else self.face
-            events = self.call(face, "step", Constant(values), tokens, counts, **some)
+            events = self.call(face, "step", Constant(values), tokens, counts, **some, **exact)
         else:
             self.write_rows(how, values, np.where(np.array(rows) == flawed, 0, counts), some)
-            events = self.call(self.face, "commit", tokens, counts, extra_ids=extra, **some)
+            events = self.call(self.face, "commit", tokens, counts, extra_ids=extra, **some, **exact)
         wanted = [Status.BAD_REQUEST if flaw and number == at else Status.OK for number in range(len(rows))]
         assert np.asarray(events.status).tolist() == wanted, f"commit: {np.asarray(events.status)}, wanted {wanted}"
         self.tally["refused in a step"] += bool(flaw)
@@ -1018,6 +1021,17 @@ class Life:
                 flat[line, at : at + number] = source[offset : offset + number]
             self.cache = self.cache.replace(pools=self.programs["write"](self.cache.pools, view, flat))
             done = done + part
+
+    def exact(self, new: list[Path], wanted: list[bool]) -> dict[str, np.ndarray]:
+        """The option of `commit` that tells a sparse cache which rows have exact K/V. Spoils the K/V of the others."""
+        if not self.spec.sparse:
+            return {}
+        for seq, line in enumerate(new):
+            if line and not wanted[seq]:
+                self.tally["approximate"] += 1
+                self.rows[seq].approximate = True
+                self.rows[seq].spoil(len(self.rows[seq].items), self.salt())
+        return {"exact": np.array(wanted)}
 
     def appended(self, new: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Adds items to the rows. Returns K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
@@ -1058,6 +1072,7 @@ class Life:
             row = self.rows[seq]
             rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
             new[seq] = rest[: min(request["num_tokens"][seq], int(want[seq]))]
+        self.exact(new, [False] * ROWS)  # the program's commit says nothing
         values, tokens, counts, extra = self.appended(new)
         extra = None if extra is None else extra[:, :SIZE]
         self.cache, committed, trimmed = self.programs["decode"](
@@ -1501,6 +1516,8 @@ class Requests(Draws):
                 request |= {"which": self.number(100), "arrived": self.columns(0.8), "again": self.chance(0.2)}
             case "commit":
                 request |= self.make("commit")
+                if life.spec.sparse:
+                    request["exact"] = self.per_row(0.8)
                 if every:
                     request["how"] = ("step", "view", "ragged", "mixed")[self.number(4)]
                     request["seqs"] = [-1 if self.chance(0.1) else seq for seq in self.rng.permutation(ROWS).tolist()]
@@ -1650,8 +1667,9 @@ CONFIGS = {
         generate=False,
         policy=priority(),
         verbs=EVERY,
-        options={"extra_ids": True, "retention": True, "thinning": True},
+        options={"extra_ids": True, "retention": True, "thinning": True, "sparse": True},
     ),
+    "sparse, windows, host": Config((FULL, (6, 1)), host=5, options={"sparse": True}),
     "extra ids": Config(options={"extra_ids": True}),
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
     "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),

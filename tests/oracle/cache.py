@@ -68,15 +68,18 @@ class Oracle(Tiers):
         offload_min_priority: int = 0,
         bare: bool = False,
         recurrent: int = 0,
+        sparse: bool = False,
     ):
         """Makes an empty cache. The leaf of the lowest `score` is evicted first, among equals the oldest.
 
         `windows` are (tokens, sink tokens, blocks) of further groups. A last group of recurrent layers has `recurrent`
-        blocks. Each group has so many host blocks, except a `bare` first group.
+        blocks. Each group has so many host blocks, except a `bare` first group. A `sparse` cache takes written K/V for
+        approximate, unless `commit` is told that they are exact.
         """
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
         self.partial_reuse = partial_reuse
+        self.sparse = sparse
         self.score = score
         self.min_priority = offload_min_priority
         self.groups = [self._group(0, num_blocks, 0 if bare else num_host_blocks)]
@@ -268,12 +271,12 @@ class Oracle(Tiers):
                 copies.append(seq)
         return copies
 
-    def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None, unpublished=()) -> Result:
+    def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None, unpublished=(), exact=()) -> Result:
         """Records the K/V of each row's next `num_tokens[seq]` tokens as written. Full blocks become findable.
 
         A block whose content is already cached is swapped for the cached block. Rows follow the order of `seqs` (None:
         all rows, by number), so if several fill equal blocks, the first row's block stays. Blocks of the rows
-        `unpublished` do not become findable.
+        `unpublished` do not become findable. In a sparse cache only rows `exact` stay findable.
         """
         status, events, slid, filled, published = [Status.OK] * len(self.rows), [], [], [], []
         for seq in range(len(self.rows)) if seqs is None else seqs:
@@ -284,11 +287,12 @@ class Oracle(Tiers):
                 status[seq] = Status.BAD_REQUEST
                 continue
             before = len(row.tokens)
+            row.approximate |= self.sparse and count > 0 and seq not in exact
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
             for i in range(before // self.block_size, len(row.tokens) // self.block_size):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
-                if seq in unpublished or row.holes or not self._intact(node) or self.blocks[row.tables[0][i]].move:
-                    break  # K/V after a hole are approximate, or a move has failed
+                if seq in unpublished or row.is_private or not self._intact(node) or self.blocks[row.tables[0][i]].move:
+                    break  # K/V are approximate, or a move has failed
                 filled.append(node)
                 for group in self.groups:
                     table, duplicate = row.tables[group.number], group.index.get(node)
@@ -460,7 +464,7 @@ class Oracle(Tiers):
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
                 node = (row.namespace, path)
                 private = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
-                if self.partial_reuse and is_tail and private and not row.swapped and not row.holes:
+                if self.partial_reuse and is_tail and private and not row.swapped and not row.is_private:
                     siblings = [
                         (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
                     ]

@@ -275,12 +275,12 @@ def test_mistakes_with_snapshots_are_noticed(mistake, noticed, monkeypatch):
 
 def shameless(monkeypatch):
     """A `commit` that publishes what rows write after a hole."""
-    monkeypatch.setattr(holes, "without_thinned", lambda seqs, filled: filled)
+    monkeypatch.setattr(holes, "without_private", lambda seqs, filled: filled)
 
 
 def tempted(monkeypatch):
     """A `release` that stores the tail of a row with a hole."""
-    monkeypatch.setattr(holes, "unless_thinned", lambda row, where: where)
+    monkeypatch.setattr(holes, "unless_private", lambda row, where: where)
 
 
 def careless(monkeypatch):
