@@ -106,6 +106,8 @@ class Host(Pytree):
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of this stack.
       policy: the eviction policy's state for blocks on the host.
+      backup: i32[B]; pairs findable device blocks with the host blocks whose pool rows have copies of their K/V
+        (`blocks/backups.py`). Each names the other. None unless the spec has backups.
     """
 
     pool_row: jax.Array
@@ -116,6 +118,7 @@ class Host(Pytree):
     empty: jax.Array
     num_empty: jax.Array
     policy: Any
+    backup: jax.Array | None = None
 
 
 class Blocks(Pytree):

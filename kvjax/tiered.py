@@ -29,6 +29,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.adopt import adopt
+from kvjax.verbs.backup import backup
 from kvjax.verbs.extend import extend
 from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.release import release
@@ -182,6 +183,7 @@ class TieredCache(AnyCache):
 
     admit = _moving_method(admit, tiers=("device", "host"))
     extend = _moving_method(extend, tiers=("device", "host"))
+    backup = _moving_method(backup)
     offload = _moving_method(offload, undoes=True)
     onboard = _moving_method(onboard, undoes=True)
     watermark = _moving_method(watermark, undoes=True)
