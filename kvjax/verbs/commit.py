@@ -91,7 +91,7 @@ def _exact_rows(spec: CacheSpec, exact: ArrayLike | None, shape: tuple[int, ...]
         return None
     if not spec.sparse:
         raise ValueError("exact: got a value for a cache with sparse=False, wanted None: all its K/V are exact")
-    return jnp.broadcast_to(flags("exact", exact, shape if jnp.ndim(exact) else ()), shape)
+    return flags("exact", exact, shape)
 
 
 def is_refused(state: CacheState, tokens: jax.Array, num_tokens: jax.Array, seqs: jax.Array | None) -> jax.Array:

@@ -513,6 +513,7 @@ class Life:
         self.config, self.faults, self.spec = config, faults, config.spec()
         self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
         self.version = self.salts = 0
+        self.looping = False
         self.tally: collections.Counter[str] = collections.Counter()
         self.arguments: set[draws.Argument] = set()
         self.time = 2**31 - 20
@@ -677,6 +678,9 @@ class Life:
                     if spec.recurrent:
                         names, at = names[-1:], at[-1:]
                     want(f"block {block} {path}", np.full(len(names), slot[block]), at, names)
+                    copy = -1 if not self.spec.backups or group.host is None else group.host.backup[block]
+                    if copy >= 0:
+                        want(f"the backup of block {block} {path}", np.full(len(names), slot[copy]), at, names)
             for adoption in self.adoptions:
                 reserved = adoption.blocks[number] >= 0
                 rows = slot[adoption.blocks[number][reserved]]
@@ -743,6 +747,7 @@ class Life:
                 self.tally["dropped by the host"] += bool(node and node[2])
             if event["kind"] == "updated":
                 self.tally["offloaded" if event["level"] else "onboarded"] += 1
+                self.tally["left in a loop"] += self.looping and event["level"] == 1
         return records
 
     def call(self, face: str, verb: str, *args: Any, **options: Any) -> Any:
@@ -765,8 +770,8 @@ class Life:
         return events
 
     def on_face(self, verb: str, *args: Any, **options: Any) -> kvjax.Events:
-        """Runs a verb without moves between the tiers."""
-        face = self.face
+        """Runs a verb without moves between the tiers, as in a loop."""
+        face, self.looping = self.face, True
         if verb in ("admit", "extend"):
             face = "Cache" if face == "state" else face  # a state's copies are left to its caller
             options |= {"tiers": BOTH[:1]} if face == "TieredCache" else {}
@@ -817,10 +822,12 @@ class Life:
 
     def note(self, verb: str, events: kvjax.Events) -> kvjax.Events:
         status = np.asarray(events.status)
+        self.tally["copied ahead"] += verb == "backup" and int(np.sum(np.asarray(events.transfer.block) >= 0))
         verify_order(verb, events)
         self.tally[verb] += bool((status == Status.OK).any())
         self.tally.update(Status(s).name for s in status.tolist() if s)
         self.follow(events)
+        self.looping = False
         return events
 
     def lose(self, lost: list[int]) -> None:
@@ -1221,6 +1228,9 @@ class Life:
     def _watermark(self, request: Request) -> None:
         self.lose(self.moving("watermark", np.int32(request["empty"]), max_blocks=EMPTIED, group=request["group"])[1])
 
+    def _backup(self, request: Request) -> None:
+        self.lose(self.moving("backup", max_blocks=EMPTIED, group=request["group"])[1])
+
     def _swap_out(self, request: Request) -> None:
         """Swaps a row out or in."""
         verb, seq = request["verb"], request["seq"]
@@ -1384,13 +1394,17 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 _WEIGHTS = {
     "admit": 30, "commit": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "decode": 24, "trim": 3, "thin": 9, "forget_namespaces": 1, "update": 2,
-    "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 5, "swap_in": 8,
+    "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "backup": 6, "swap_out": 5,
+    "swap_in": 8,
     "complete": 3, "generate": 2,
     "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "finish_adoption": 6, "misuse": 2,
 }  # fmt: skip
 
 
-RARE = ("pin", "unpin", "evict", "swap_out", "swap_in", "beam_step", "fork", "trim", "offload", "onboard", "watermark")
+RARE = (
+    "pin", "unpin", "evict", "swap_out", "swap_in", "beam_step", "fork", "trim", "offload", "onboard", "watermark",
+    "backup",
+)  # fmt: skip
 
 
 class Requests(Draws):
@@ -1472,6 +1486,7 @@ class Requests(Draws):
             "forget_namespaces": life.mirror.nodes, "update": life.version < VERSIONS - 1,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
             **dict.fromkeys(("offload", "onboard", "watermark"), between and life.mirror.nodes),
+            "backup": between and life.spec.backups and life.mirror.nodes,
             "swap_out": between and used, "swap_in": between and len(life.rows) > len(used), "complete": life.flying,
             "generate": generates,
             **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.lowered),
@@ -1645,7 +1660,7 @@ FAST = (
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
     "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
-    "watermark", "swap_out", "swap_in", "misuse", "thin",
+    "watermark", "swap_out", "swap_in", "misuse", "thin", "backup",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
@@ -1680,6 +1695,15 @@ CONFIGS = {
         host=8, verbs=("admit", "commit", "release", "swap_out", "swap_in", "pin", "unpin", "update", "generate")
     ),
     "host": Config(host=5),
+    "fast backups": Config(
+        host=8, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "backup"), options={"backups": True}
+    ),
+    "backups": Config(host=8, options={"backups": True}),
+    "backups, windows, int8": Config(
+        (FULL, (6, 1)), host=6, dtype="int8", faces=("TieredCache",), options={"backups": True}
+    ),
+    "backups, recurrent": Config((FULL, RECURRENT, LATENT), host=7, faces=("TieredCache",), options={"backups": True}),
+    "backups, mesh": Config((FULL, (6, 0)), host=6, faces=("TieredCache",), heads=2, options={"backups": True}),
     "host, int8, methods": Config(host=5, dtype="int8", faces=("TieredCache",)),
     "by class, host": Config(host=5, policy=lfu()),
     "whole blocks, host": Config(host=4, options={"partial_reuse": False}),
