@@ -213,7 +213,7 @@ def _passed(sink_q: jax.Array, view: View, group: int, cache_spec: CacheSpec) ->
         owner = jnp.asarray(token // width)
         offset = token % width
     else:  # a row without tokens starts where the next row does
-        owner = jnp.sum(token[:, None] >= view.starts, axis=1, dtype=jnp.int32) - 1
+        owner = jnp.sum(token[:, None] >= view.starts[None], axis=1, dtype=jnp.int32) - 1
         offset = token - pick(view.starts, owner)
     num_tokens = pick(view.num_tokens, owner)
     num_passed = pick(view.lengths_of(group), owner) - num_tokens + offset + 1 - spec.window
