@@ -211,19 +211,17 @@ def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
         def state(self):
             hanging.wait(60)
 
-    replica = cluster.Replica.__new__(cluster.Replica)
-    replica._server = types.SimpleNamespace(engine=Engine())
+    replica = types.SimpleNamespace(_server=types.SimpleNamespace(engine=Engine()))
 
     async def check():
         try:
-            await replica.check_health()
+            await cluster.Replica.check_health(replica)
         finally:
             hanging.set()
 
     with pytest.raises(TimeoutError):
         asyncio.run(check())
-    asyncio.run(replica.check_health())
-    del replica._server
+    asyncio.run(cluster.Replica.check_health(replica))
 
 
 def test_the_config_of_the_page_makes_an_application(tmp_path):
