@@ -13,7 +13,8 @@ To leave the device, block 3 trades pool rows with its backup. This needs no cop
     block 7          NO_BLOCK      2 (device)   empty, free for the next K/V
 
 The K/V of a findable block never change, so its copy stays right until the block leaves the index. The parent of a
-block with a backup has one, so a block without one has no descendants on the host, unless moves have brought them there.
+block with a backup has one. So a block without one has no descendants on the host, unless moves have brought them
+there.
 
 A loop cannot maintain the host policy's order at a low cost. It marks blocks as LEFT, and the next verb between loops
 tells the policy about all of them, in the order of their release.
@@ -128,13 +129,46 @@ def leave_by_backup(
     return group, jnp.where(where, copy, ids), updated
 
 
-def settle(group: Group, policy: EvictionPolicy, now: jax.Array) -> Group:
-    """Tells the host's policy about all blocks that are LEFT, in the order of their release. For use between loops."""
-    if not backs_up(group):
-        return group
+def would_lose(
+    group: Group, policy: EvictionPolicy, need: jax.Array, size: int, now: jax.Array, spared: jax.Array | None = None
+) -> jax.Array:
+    """bool[]; whether `take` of `need` i32[] blocks, at most `size`, in a loop would remove blocks without backups.
+
+    Blocks `spared` i32[M] would be held by then.
+    """
+    blocks = group.blocks
+    num_victims = jnp.clip(need - group.num_empty, 0, size)
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        cached = group.evictable(ids) & (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
+        return cached if spared is None else cached & ~jnp.any(ids[:, None] == spared[None], axis=1)
+
+    victims, _ = policy.chosen(group.policy, blocks, eligible, num_victims, now, size)
+    return jnp.any((jnp.arange(size, dtype=jnp.int32) < num_victims) & ~has_backup(group, victims))
+
+
+def lacks_backups(group: Group, policy: EvictionPolicy, size: int, now: jax.Array) -> jax.Array:
+    """bool[]; whether a victim for `size` blocks has no backup. Blocks that a loop cannot evict are victims too."""
+    blocks = group.blocks
+    num_victims = jnp.clip(size - group.num_empty, 0, group.num_cached)
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        cached = (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
+        return cached & group.arrived(ids) & group.on_device(ids)
+
+    victims, _ = policy.chosen(group.policy, blocks, eligible, num_victims, now, size)
+    is_named = jnp.arange(size, dtype=jnp.int32) < num_victims
+    return jnp.any(is_named & eligible(victims) & ~has_backup(group, victims))
+
+
+def settle(group: Group, policy: EvictionPolicy, now: jax.Array, when: jax.Array | bool = True) -> Group:
+    """Tells the host's policy about all blocks that are LEFT, in the order of their release, if `when`.
+
+    It costs a pass over all blocks, so it is for use between loops.
+    """
     blocks = group.blocks
     host, backup = _with_backups(group)
-    left = backup == LEFT
+    left = (backup == LEFT) & when
     waited = blocks.clock - blocks.released
     order = jnp.lexsort((-waited, ~left)).astype(jnp.int32)
     cached = pick(left & (blocks.refcount == 0), order)
@@ -204,7 +238,9 @@ def keep_rows(group: Group, blocks_back: jax.Array, hosts: jax.Array) -> Group:
     blocks = group.blocks
     host, backup = _with_backups(group)
     parent = blocks.parent[:, 0]
-    keeps = is_among(group.ids.size, blocks_back, (blocks_back >= 0) & (hosts >= 0) & (pick(blocks.fill, blocks_back) > 0))
+    keeps = is_among(
+        group.ids.size, blocks_back, (blocks_back >= 0) & (hosts >= 0) & (pick(blocks.fill, blocks_back) > 0)
+    )
     is_rooted = (parent < 0) | has_backup(group, parent)
 
     def rooted(keeps: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ def find_unevictable(group: Group) -> Group:
     return with_host(group, find)
 
 
-def _mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
+def mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
     """bool[B]; `Host.unevictable` with device blocks ids i32[K], where bool[K], and all their ancestors marked too."""
 
     def step(carry):
@@ -106,7 +106,7 @@ def take_over(
         other = jnp.concatenate([jnp.where(keeps, ids, NO_BLOCK), jnp.where(keeps, target, NO_BLOCK)])
         host = host.replace(backup=put(host.backup, pair, other, jnp.concatenate([where, where])))
         stays = stays & ~keeps
-    host = host.replace(unevictable=_mark_unevictable(host, above, target, stays))
+    host = host.replace(unevictable=mark_unevictable(host, above, target, stays))
     blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 

@@ -69,7 +69,9 @@ class Rows(Pytree):
     num_on_device: jax.Array  # i32[]; free blocks with pool rows on the device
     num_free: jax.Array  # i32[]; free blocks
     num_popped: jax.Array  # i32[]; free blocks that were on the host's stack
-    came_back: jax.Array | None = None  # i32[.]; the onboarded block that had the row of each free block. None without backups
+    came_back: jax.Array | None = (
+        None  # i32[.]; the onboarded block that had the row of each free block. None without backups
+    )
 
 
 def take_over_tiers(
@@ -134,7 +136,9 @@ def transfer(
     onboarded = jnp.full((1,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
     need, popped = (jnp.int32(0) if blocks is None else blocks for blocks in (need, popped))
     if backs_up(group):
-        group, outgoing = leave_without_moves(settle(group, policy, now), group_index, policy, outgoing)
+        moves_any = jnp.any(outgoing.where) | jnp.any(onboarded >= 0)
+        group = settle(group, policy, now, moves_any)
+        group, outgoing = leave_without_moves(group, group_index, policy, outgoing)
         num_lacking = count(outgoing.where & outgoing.to_host) - host_of(group).num_empty - count(onboarded >= 0)
         group = make_room(group, num_lacking, outgoing.ids.shape[0])
     transfers = plan_transfers(group, policy, outgoing, onboarded, now)
@@ -144,19 +148,19 @@ def transfer(
         return taken
     gone = outgoing.by_backup
     stays = ~pick(is_among(group.ids.size, transfers.removed, transfers.removed >= 0), gone)
-    return taken.replace(updated=joined(updates(group.blocks, group_index, gone, (gone >= 0) & stays, 1), taken.updated))
+    return taken.replace(
+        updated=joined(updates(group.blocks, group_index, gone, (gone >= 0) & stays, 1), taken.updated)
+    )
 
 
 def leave_without_moves(
     group: Group, group_index: int, policy: EvictionPolicy, outgoing: Outgoing
 ) -> tuple[Group, Outgoing]:
-    """Lets the outgoing blocks with backups go to the host. Their backups, free blocks, leave the device in their place."""
+    """Lets the outgoing blocks with backups go to the host. In their places are then their backups, free blocks."""
     backed = outgoing.where & has_backup(group, outgoing.ids)
     gone = jnp.where(backed, outgoing.ids, NO_BLOCK)
     group = drop_backups(group, outgoing.ids, outgoing.where & ~backed)  # the copies that have not arrived
-    group, ids, _ = leave_by_backup(
-        group, group_index, outgoing.ids, backed, holders=int(outgoing.held), mark=NO_BLOCK
-    )
+    group, ids, _ = leave_by_backup(group, group_index, outgoing.ids, backed, holders=int(outgoing.held), mark=NO_BLOCK)
     group = group.replace(policy=policy.forgot(group.policy, group.blocks, gone))
     return group, outgoing.replace(ids=ids, to_host=outgoing.to_host & ~backed, by_backup=gone)
 
@@ -268,7 +272,9 @@ def assign_rows(group: Group, outgoing: Outgoing, transfers: Transfers, popped: 
     device_rows = pick(pool_row, compact(from_stack, left_device)[0])
     leaves_host = compact(onboarded, dropped, from_host)[0]
     if backs_up(group):  # followers first, and before them what is not findable
-        order = jnp.argsort(jnp.where(pick(group.blocks.fill, onboarded) > 0, -pick(group.blocks.depth, onboarded), -(2**30)))
+        order = jnp.argsort(
+            jnp.where(pick(group.blocks.fill, onboarded) > 0, -pick(group.blocks.depth, onboarded), -(2**30))
+        )
         leaves_host = compact(dropped, from_host, pick(onboarded, order))[0]
     host_rows = pick(pool_row, leaves_host)
     free, num_free = compact(from_stack, jnp.where(offloaded, NO_BLOCK, left_device), dropped, from_host)

@@ -105,7 +105,6 @@ def attend(
     shape = q.shape
     table, lengths, sink_options = _seen(view, group, pools.spec, window, sink_q)
     is_decode = view.starts is None and q.shape[1] == 1
-    decodes = view.num_decode_rows
     call = functools.partial(
         pallas_kernels.call,
         scale=probed_scale(layer, q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-1]),
@@ -117,25 +116,10 @@ def attend(
     call_seen = functools.partial(call, window=window, return_lse=return_lse or has_parts, **sink_options)
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None, **passed):
-        q = q.reshape(-1, *q.shape[2:])
-        parts = []
+        rows = table, lengths, starts, num_tokens
         # Where devices divide blocks the merge adds the sinks, once.
         options = {"scales": scales, "sinks": sinks if context is None else None}
-        if decodes:
-            first = slice(0, decodes)
-            rows = table[first], lengths[first] if context is None else context.own_lengths(lengths[first])
-            parts.append(
-                call_seen("decode_attention", q[first], pool, index, *rows, fixed_split=view.fixed_split, **options)
-            )
-        if num_tokens is not None:
-            rest = slice(decodes, None)
-            starts = jnp.arange(shape[0], dtype=jnp.int32) * shape[1] if starts is None else starts
-            rows = table[rest], lengths[rest], starts[rest] - decodes, num_tokens[rest]
-            options["max_count"] = shape[1] - decodes
-            if context is not None:
-                options |= {"stride": context.size, "offset": context.shard()}
-            parts.append(call_seen("prefill_attention", q[rest], pool, index, *rows, **options))
-        result = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        result = _over_tables(functools.partial(call_seen, **options), view, context, q, pool, index, *rows)
         if passed:
             of_sinks = functools.partial(call, scales=scales, fixed_split=view.fixed_split, return_lse=True)
             result = _merged(result, _over_passed(of_sinks, pool, index, **passed))
@@ -196,6 +180,25 @@ def _seen(
     column = np.arange(table.shape[1], dtype=np.int32)[None]
     column = column + jnp.where(column < num_sinks, 0, gap[:, None])
     return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * spec.block_size, options
+
+
+def _over_tables(call, view, context, q, pool, index, table, lengths, starts, num_tokens):
+    """Attention over the tokens in the tables of rows: decode of the first rows, then prefill of the others."""
+    num_rows, width = q.shape[:2]
+    q = q.reshape(-1, *q.shape[2:])
+    decodes = view.num_decode_rows
+    parts = []
+    if decodes:
+        first = slice(0, decodes)
+        rows = table[first], lengths[first] if context is None else context.own_lengths(lengths[first])
+        parts.append(call("decode_attention", q[first], pool, index, *rows, fixed_split=view.fixed_split))
+    if num_tokens is not None:
+        rest = slice(decodes, None)
+        starts = jnp.arange(num_rows, dtype=jnp.int32) * width if starts is None else starts
+        rows = table[rest], lengths[rest], starts[rest] - decodes, num_tokens[rest]
+        divided = {} if context is None else {"stride": context.size, "offset": context.shard()}
+        parts.append(call("prefill_attention", q[rest], pool, index, *rows, max_count=width - decodes, **divided))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
 def _passed(sink_q: jax.Array, view: View, group: int, cache_spec: CacheSpec) -> dict[str, jax.Array]:

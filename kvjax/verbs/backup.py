@@ -24,9 +24,7 @@ from kvjax.verbs.offload import tiered_group
 
 
 @on_state
-def backup(
-    state: CacheState, *, max_blocks: int, now: ArrayLike = 0, group: int = 0
-) -> tuple[CacheState, Events]:
+def backup(state: CacheState, *, max_blocks: int, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Copies the blocks that will leave the device next to the host. They stay on the device.
 
     A block with a copy leaves the device without a move, inside a jitted loop too: it is found on the host from then
@@ -118,9 +116,11 @@ def _next_to_copy(
     num_ids = group.ids.size
     is_findable = (blocks.fill > 0) & group.on_device(group.ids)
 
+    on_move = with_ancestors(group, host.pending_transfer != 0, group.on_device(group.ids))
+
     def eligible(ids: jax.Array) -> jax.Array:
         cached = (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
-        return cached & group.arrived(ids) & group.on_device(ids)
+        return (ids >= 0) & cached & ~pick(on_move, ids) & group.on_device(ids)
 
     num_victims = jnp.minimum(size, group.num_cached)
     victims, _ = policy.chosen(group.policy, blocks, eligible, num_victims, now, size)
@@ -161,9 +161,7 @@ def _evict_from_host(
     nobody = Outgoing(jnp.full((size,), NO_BLOCK, jnp.int32), nothing, nothing)
     onboarded = jnp.full((1,), NO_BLOCK, jnp.int32)
     nowhere = jnp.zeros((num_ids,), jnp.bool_)
-    victims, without = choose_host_victims(
-        group, host, policy, nobody, nothing, nowhere, onboarded, num_victims, now
-    )
+    victims, without = choose_host_victims(group, host, policy, nobody, nothing, nowhere, onboarded, num_victims, now)
     found_all = count(victims >= 0) == num_victims
     victims = jnp.where(found_all, victims, NO_BLOCK)
     group = group.replace(host=either(found_all, without, host))

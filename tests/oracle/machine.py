@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvjax
+from kvjax.blocks.backups import LEFT
 from kvjax.policies.ring import Ring
 from kvjax.serving.capacity import num_steps
 from kvjax.testing.trial import verify_order
@@ -47,6 +48,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "recurrent, host": {"layers": [(None, 0), (6, 3), "recurrent"], "num_host_blocks": 3},
     "host": {"num_host_blocks": 5},
     "host, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 3},
+    "backups": {"num_host_blocks": 7, "backups": True},
+    "backups, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 5, "backups": True},
+    "backups, recurrent": {"layers": [(None, 0), "recurrent"], "num_host_blocks": 5, "backups": True},
+    "backups, thinning": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 5, "backups": True, "thinning": True},
+    "backups, retention": {
+        "policy": "priority", "retention": True, "num_host_blocks": 6, "offload_min_priority": 30, "backups": True,
+    },
     "host, retention": {
         "policy": "priority", "retention": True, "num_host_blocks": 4, "offload_min_priority": 30,
         "partial_reuse": False,
@@ -148,6 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
             first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score, windows,
             options.get("num_host_blocks", 0), spec.offload_min_priority, spec.bare, blocks * spec.has_recurrent,
             spec.sparse,
+            spec.backups,
         )  # fmt: skip
         if self.timed:  # the score depends on the time
             self.oracle.score = functools.partial(score, self.oracle)
@@ -545,6 +554,14 @@ class CacheMachine(RuleBasedStateMachine):
         of = of % len(self.state.groups)
         self.both("watermark", self.oracle.watermark(empty, 6, of), empty, max_blocks=6, group=of)
 
+    @precondition(lambda self: self.state.spec.backups and self.oracle.index)
+    @rule(of=st.integers(0, 1), hurry=mostly)
+    def backup(self, of, hurry):
+        of = of % len(self.state.groups)
+        self.both("backup", self.oracle.backup(6, of), max_blocks=6, group=of)
+        if hurry:
+            self.complete(True, True)
+
     @precondition(lambda self: self.host and self.used)
     @rule(seq=rows)
     def swap_out(self, seq):
@@ -610,6 +627,10 @@ class CacheMachine(RuleBasedStateMachine):
                 if group.host is not None:
                     assert bool(group.host.pool_row[ours] >= len(group.empty)) == block.host
                     assert bool(group.host.pending_transfer[ours] != 0) == (block.move > 0)
+                if group.host is not None and group.host.backup is not None:
+                    copy = int(group.host.backup[ours])
+                    assert (copy >= 0) == block.backed and (copy == LEFT) == block.left
+                    assert copy < 0 or bool(group.host.pending_transfer[copy] != 0) == (block.copying > 0)
                 if group.blocks.retention is not None:
                     requested = block.requested_priority
                     expected = [requested.priority, -1 if requested.ttl is None else requested.ttl]
