@@ -3,8 +3,8 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
-import re
 import sys
 import types
 
@@ -24,7 +24,6 @@ from models.prefix_router import Place, Router
 from models.recall import CHECKPOINT
 from models.serve_http import with_request_ids
 from models.tenants import salt_of
-from tests.drive import ROOT
 from tests.models.cluster_kit import questions
 from tests.models.serve_kit import DOCUMENT, KEY, PEOPLE, prompt_of, with_template
 from tests.wire_kit import ANY, eventually
@@ -496,17 +495,16 @@ def test_a_save_of_other_weights_does_not_stop_a_replica(tmp_path, capsys):
     assert notes[1].endswith("blocks are saved")
 
 
-def test_the_batches_of_the_page_are_sorted_and_their_answers_are_not(monkeypatch):
+def test_batches_are_sorted_and_their_answers_are_not(monkeypatch):
     """Ray Data is replaced by a loop over the batches, from the last one to the first one."""
-    (code,) = re.findall(r"^```python3\n(.*?)^```$", (ROOT / "docs/howto/cluster.md").read_text(), re.M | re.S)
 
     class Dataset:
         def __init__(self, rows, override_num_blocks):
             self.rows, self.num_blocks = rows, override_num_blocks
 
-        def map_batches(self, made, *, fn_constructor_args, fn_constructor_kwargs, batch_size, compute):
+        def map_batches(self, made, *, fn_constructor_args, batch_size, compute):
             assert compute == 2 and self.num_blocks == -(-len(self.rows) // batch_size)
-            call = made(*fn_constructor_args, **fn_constructor_kwargs)
+            call = made(*fn_constructor_args)
             blocks = [self.rows[start : start + batch_size] for start in range(0, len(self.rows), batch_size)]
             for block in reversed(blocks):
                 answered = call({name: [row[name] for row in block] for name in block[0]})
@@ -526,13 +524,14 @@ def test_the_batches_of_the_page_are_sorted_and_their_answers_are_not(monkeypatc
     monkeypatch.setitem(sys.modules, "ray", package)
     monkeypatch.setitem(sys.modules, "ray.data", data)
     monkeypatch.setattr(kvjax, "enable_compilation_cache", lambda: None)
-    names = {}
-    exec(code, names)
+    monkeypatch.delitem(sys.modules, "models.ray_batches", raising=False)
+    ray_batches = importlib.import_module("models.ray_batches")
     pairs = questions(4, 6)
     texts = [text for text, _ in pairs]
     sizes = {"num_blocks": 112, "max_seqs": 4, "max_length": 320, "block_size": 8}
-    rows = names["answers"](str(CHECKPOINT), texts, actors=2, batch_size=6, **sizes)
+    rows = ray_batches.map_prompts(str(CHECKPOINT), texts, max_new_tokens=2, actors=2, batch_size=6, **sizes)
     assert [row["prompt"] for row in rows] == texts
     num_right = sum(row["answer"].split()[0] == place for row, (_, place) in zip(rows, pairs, strict=True))
     assert num_right >= 23
-    assert sum(row["cached"] for row in rows) / sum(len(recall.encode(text)) for text in texts) > 0.75
+    assert sum(row["cached_tokens"] for row in rows) / sum(len(recall.encode(text)) for text in texts) > 0.75
+    del sys.modules["models.ray_batches"]  # it has the loop
