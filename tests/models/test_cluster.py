@@ -465,6 +465,9 @@ REFUSED = {
         "--max-connections: got one with --replicas, but clients connect to Ray's proxies"
     ),
     "--replicas 2 --agent 50051": ("--agent: got port 50051 with --replicas, wanted 0, a free port for each replica"),
+    "--replicas 2 --operator-key a": (
+        "--operator-key: got one with --replicas, but no path of the front changes a single engine"
+    ),
     "--replicas 2 --port 0": "--port: got 0 with --replicas, wanted the port of each machine's proxy",
     "--replicas 0": "--replicas: got '0', wanted an int of at least 1 and at most 1024",
 }
