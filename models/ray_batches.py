@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 class Generate:
     """A model and a cache, which Ray Data calls with batches of rows."""
 
-    def __init__(self, folder: str, max_new_tokens: int, dtype: str, sizes: dict[str, int]):
+    def __init__(self, folder: str, max_new_tokens: int, dtype: str, sizes: dict[str, Any]):
         kvjax.enable_compilation_cache()
         self._model, self._tokenizer = load(folder)
         self._max_new_tokens = max_new_tokens
