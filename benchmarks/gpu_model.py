@@ -227,7 +227,7 @@ def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[st
 
 
 def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str, int]]) -> list[Node]:
-    """The nodes of a program: its kernels and copies, without those that most steps skip.
+    """The nodes of a program: its kernels and copies, except in parts skipped by most steps.
 
     Raises:
       ValueError: if nodes run in a loop, so a node is many launches.
