@@ -106,6 +106,8 @@ class Host(Pytree):
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of this stack.
       policy: the eviction policy's state for blocks on the host.
+      backup: i32[B]; pairs findable device blocks with the host blocks whose pool rows have copies of their K/V
+        (`blocks/backups.py`). Each names the other. None unless the spec has backups.
     """
 
     pool_row: jax.Array
@@ -116,6 +118,7 @@ class Host(Pytree):
     empty: jax.Array
     num_empty: jax.Array
     policy: Any
+    backup: jax.Array | None = None
 
 
 class Blocks(Pytree):
@@ -396,6 +399,8 @@ class Sequences(Pytree):
       swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
       holes: bool[S, M]; the blocks of the first group that the row no longer reads (`blocks/holes.py`). None if the
         spec has no thinning.
+      approximate: bool[S]; whether the row has K/V that may be approximate, so it publishes nothing any more. None if
+        the spec is not sparse.
     """
 
     length: jax.Array
@@ -404,6 +409,7 @@ class Sequences(Pytree):
     retention: jax.Array | None = None
     swapped: jax.Array | None = None
     holes: jax.Array | None = None
+    approximate: jax.Array | None = None
 
     @property
     def swapped_out(self) -> jax.Array:

@@ -33,6 +33,11 @@ def is_by_token(pool: jax.Array) -> bool:
     return pool.ndim == 5
 
 
+def slot_axis(by_token: bool) -> int:
+    """The axis of a block's slots in a pool. The elements of a slot follow it."""
+    return 2 if by_token else 4
+
+
 def check_by_head(implementation: str, pool: jax.Array) -> None:
     """Raises NotImplementedError for a pool by token."""
     if is_by_token(pool):

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import xla
-from pallas_kernels.by_token import blocks_by_head, head_shape, is_by_token
+from pallas_kernels.by_token import blocks_by_head, head_shape, is_by_token, slot_axis
 from pallas_kernels.xla import gather_blocks
 from pallas_kernels.xla_attention import seen_slots
 
@@ -50,11 +50,12 @@ def _check_rounding(name: str, pool, new: str) -> None:
         )
 
 
-def copy_blocks(pool, sources, targets, count, tokens=None):
+def copy_blocks(pool, sources, targets, count, tokens=None, by_token=False):
     """Copies as `xla.copy_blocks`, but in any order: no target is a source, and no two targets are equal."""
     blocks = pool.at[sources].get(mode="clip", wrap_negative_indices=False)
     if tokens is not None:
-        is_old = lax.broadcasted_iota(jnp.int32, blocks.shape, 4) >= tokens.reshape(-1, *[1] * (pool.ndim - 1))
+        slot = lax.broadcasted_iota(jnp.int32, blocks.shape, slot_axis(by_token))
+        is_old = slot >= tokens.reshape(-1, *[1] * (pool.ndim - 1))
         blocks = jnp.where(is_old, pool.at[targets].get(mode="clip", wrap_negative_indices=False), blocks)
     return scatter_blocks(pool, blocks, targets, count)
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.by_token import is_by_token, to_tokens
+from pallas_kernels.by_token import is_by_token, slot_axis, to_tokens
 from pallas_kernels.quantise import quantise
 from pallas_kernels.rotary import rotate
 from pallas_kernels.xla_attention import decode_attention, prefill_attention
@@ -67,7 +67,7 @@ def append_kv(
       too.
     """
     scratch = pool.shape[0] - 1
-    size = pool.shape[2 if is_by_token(pool) else 4]
+    size = pool.shape[slot_axis(is_by_token(pool))]
     block = slots // size
     # Every dropped token gets a different index beyond the pool, so XLA may assume distinct indices.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
@@ -131,6 +131,7 @@ def copy_blocks(
     targets: jax.Array,
     count: jax.Array,
     tokens: jax.Array | None = None,
+    by_token: bool = False,
     as_rows: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Copies blocks inside a pool, in order, in place if the pool is donated. Costs `count` copies.
@@ -140,15 +141,17 @@ def copy_blocks(
       sources: i32[E]; pool rows.
       targets: i32[E]; pool rows.
       count: i32[]; the number of leading entries to copy.
-      tokens: i32[E]; the number of leading slots of each block to copy, for a pool by head. None means whole blocks.
+      tokens: i32[E]; the number of leading slots of each block to copy. None means whole blocks.
+      by_token: whether the pool is by token, for `tokens`. Its shape does not tell, because scales have five axes too.
       as_rows: a function that gives the pool the shape in which its blocks are copied. Defaults to a CPU's best shape.
     """
     as_rows = as_rows or _as_rows
+    axis = slot_axis(by_token)
 
     def copy(i, rows):
         block = lax.dynamic_index_in_dim(rows, sources[i], allow_negative_indices=False)
         if tokens is not None:
-            slot = jnp.arange(block.size, dtype=jnp.int32) // math.prod(pool.shape[5:]) % pool.shape[4]
+            slot = jnp.arange(block.size, dtype=jnp.int32) // math.prod(pool.shape[axis + 1 :]) % pool.shape[axis]
             old = lax.dynamic_index_in_dim(rows, targets[i], allow_negative_indices=False)
             block = jnp.where(slot.reshape(block.shape) < tokens[i], block, old)
         return lax.dynamic_update_index_in_dim(rows, block, targets[i], 0, allow_negative_indices=False)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import lowers_for
 from pallas_kernels.by_token import head_shape, is_by_token
 from pallas_kernels.loops import fori_loop, unless_mapped, varying
 from pallas_kernels.schedule import is_skewed, query_tiles, split_lengths
@@ -201,7 +202,7 @@ def _attend_parts(q, pool, layer, tables, lengths, sinks, tile, **options):
     is_part_of_row = work.row[None] == jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     score = jnp.where(is_part_of_row[None], lse[:, None], -jnp.inf)
     start = _start(sinks, (1, heads, num_rows, 1), out.shape[-1])
-    highest, denominator, mixed = _fold(start, score[None], out[None], jnp.ones((1,), bool))
+    highest, denominator, mixed = _fold(start, score[None], out[None], jnp.ones((1,), bool), None)
     out = _mean(mixed, denominator)
     lse = highest + jnp.log(denominator)
     return out.transpose(2, 0, 1, 3).astype(q.dtype), lse.transpose(2, 0, 1)
@@ -237,6 +238,7 @@ def _attend(
     shape = head_shape(pool.shape, width)
     kv_heads, size = shape[3:5]
     run = _run(size, width) if values is None else size
+    precision = _precision(pool)
     split = (num_tiles, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num_tiles, chunk, kv_heads, -1, width)
     queries = queries.swapaxes(1, 2).reshape(num_tiles, kv_heads, -1, width)
@@ -264,7 +266,7 @@ def _attend(
         row, stride, order = _runs(shape, run, layer, block)
         slot = ((base + tile * blocks) * size)[:, None] + order[None]
         keys, fetch_values = read(row, stride, block)
-        score = _scores(queries, keys)
+        score = _scores(queries, keys, precision)
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
         is_seen = _seen(slot, position, length if masked else None, window, sink_tokens)
@@ -276,7 +278,7 @@ def _attend(
         v = fetch_values(row)
         if masked:  # 0 * NaN is NaN
             v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
-        return _fold(carry, score, v, live)
+        return _fold(carry, score, v, live, precision)
 
     def unmasked_step(i, carry):
         block = lax.dynamic_slice_in_dim(tables, i * blocks, blocks, axis=1, allow_negative_indices=False)
@@ -368,24 +370,33 @@ def _run(size: int, width: int) -> int:
     return min(run for run in range(1, size + 1) if size % run == 0 and (run * width >= 128 or run == size))
 
 
-def _scores(queries, keys):
+def _precision(pool):
+    """The precision of products with a pool's K and V. None means the precision of the platform.
+
+    A TPU multiplies float32 as bfloat16 by default. XLA would then convert all of a float32 pool before the loop.
+    """
+    return lax.Precision.HIGHEST if pool.dtype == jnp.float32 and lowers_for("tpu") else None
+
+
+def _scores(queries, keys, precision):
     """Scores f32[W, K, X, T] from queries [W, K, X, D] and keys [W, K, T, D].
 
     Up to four queries are multiplied separately, because XLA's CPU backend rearranges K for a product of two to four
     rows.
     """
     if queries.shape[2] > 4:
-        return jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
-    return jnp.stack([jnp.einsum("wkd,wktd->wkt", query, keys) for query in jnp.unstack(queries, axis=2)], axis=2)
+        return jnp.einsum("wkqd,wktd->wkqt", queries, keys, precision=precision, preferred_element_type=jnp.float32)
+    scores = [jnp.einsum("wkd,wktd->wkt", query, keys, precision=precision) for query in jnp.unstack(queries, axis=2)]
+    return jnp.stack(scores, axis=2)
 
 
-def _fold(carry, score, values, live):
+def _fold(carry, score, values, live, precision):
     """Folds scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the live tiles bool[W]."""
     highest, denominator, mixed = carry
     new_highest = jnp.maximum(highest, jnp.max(score, axis=-1))
     weight = jnp.exp(score - new_highest[..., None])
     shrink = jnp.exp(highest - new_highest)
-    update = jnp.einsum("wkqt,wktd->wkqd", weight, values, preferred_element_type=jnp.float32)
+    update = jnp.einsum("wkqt,wktd->wkqd", weight, values, precision=precision, preferred_element_type=jnp.float32)
     live = live[:, None, None]
     return (
         jnp.where(live, new_highest, highest),

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over pools by token: by XLA bit for bit as by head, and by jax's kernel for TPUs in interpret mode."""
 
+import contextlib
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,10 @@ import kvjax
 import pallas_kernels
 from pallas_kernels import derivative, mosaic, tpu, triton, xla
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, token_rows
+from tests.drive import output_of
 from tests.kernels import interpret_tpu
 from tests.kernels.attention import Case, options_for
+from tests.kernels.chosen import check_chosen
 
 LENGTHS, COUNTS = [1, 0, 37, 16, 70], [1, 0, 20, 1, 7]
 SHAPES = [(2, 2, 16, 4), (3, 1, 64, 8), (2, 2, 128, 4), (1, 4, 160, 8)]  # kv heads, group, width, block size
@@ -70,6 +74,32 @@ def test_xla_gives_the_same_bits_by_token_as_by_head(shape, name):
         np.testing.assert_array_equal(by_head, by_token)
 
 
+@pytest.mark.parametrize("module", [xla, tpu, triton, derivative])
+def test_the_first_tokens_of_a_block_are_copied_by_token_as_by_head(module):
+    by_head = jnp.asarray(np.random.default_rng(0).standard_normal((9, 2, 2, 3, 4, 64)), jnp.float32)
+    by_token = blocks_by_token(by_head, token_rows(3, 64))
+    moves = (jnp.array([1, 2, 3], jnp.int32), jnp.array([4, 5, 6], jnp.int32), jnp.int32(2))
+    tokens = jnp.array([3, 1, 4], jnp.int32)
+    interpret = {"interpret": True} if module is triton else {}
+    copied = module.copy_blocks(by_token, *moves, tokens, by_token=True, **interpret)
+    wanted = np.array(by_head)
+    wanted[4, :, :, :, :3] = wanted[1, :, :, :, :3]
+    wanted[5, :, :, :, :1] = wanted[2, :, :, :, :1]
+    np.testing.assert_array_equal(blocks_by_head(copied, 64), wanted)
+    np.testing.assert_array_equal(module.copy_blocks(by_head, *moves, tokens, **interpret), wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "is_exact"), [("float32", True, True), ("bfloat16", True, False), ("float32", False, False)]
+)
+def test_float32_is_multiplied_exactly_on_a_tpu_alone(dtype, platform, is_exact):
+    """XLA for TPUs would otherwise round all of the pool to bfloat16 before it reads a few blocks."""
+    args = decode_args(Case([5, 40], kv_heads=2, group=8, width=64, block_size=16, layout="tokens", dtype=dtype))
+    with pallas_kernels.lowering_for("tpu") if platform else contextlib.nullcontext():
+        text = jax.jit(functools.partial(xla.decode_attention, scale=1.0)).lower(*args).as_text()
+    assert ("precision = [HIGHEST, HIGHEST]" in text) == is_exact
+
+
 def kernel_case(lengths, dtype="float32", **options):
     options = {"kv_heads": 2, "group": 2, "width": 128, "block_size": 16, "layout": "tokens", **options}
     return Case(lengths, dtype=dtype, **options)
@@ -115,6 +145,14 @@ def test_the_kernel_prefills(dtype, rows, name):
     check(tpu.prefill_attention, xla.prefill_attention, prefill_args(case, counts), dtype, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[1, 1], [20, 3]])
+def test_the_kernel_reads_chosen_blocks(counts):
+    columns = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0]], bool)
+    with interpret_tpu.installed():
+        check_chosen(kernel_case([70, 50]), tpu, counts, columns=columns)
+
+
 @pytest.mark.parametrize(
     ("options", "case_options", "message"),
     [
@@ -149,9 +187,24 @@ def test_other_kernels_refuse_pools_by_token():
         triton.append_kv(case.pool, 0, k, k, jnp.zeros(1, jnp.int32))
 
 
+# A process without kvjax: the program is read from a file, and its results are compared.
+LOADED = """
+import sys
+import jax
+import numpy as np
+exported = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+arrays = list(np.load(sys.argv[2]).values())
+num_args = int(sys.argv[3])
+for got, wanted in zip(exported.call(*arrays[:num_args]), arrays[num_args:], strict=True):
+    np.testing.assert_array_equal(got, wanted)
+assert not any(name.startswith(("kvjax", "pallas_kernels")) for name in sys.modules)
+"""
+
+
 @pytest.mark.long
-def test_a_decode_block_exported_for_tpus_has_the_kernel_and_for_cpus_too_runs_there():
+def test_a_decode_block_exported_for_tpus_has_the_kernel_and_for_cpus_too_runs_there(tmp_path):
     """Four steps of extend, write, attend and commit. Pallas refuses to export a kernel for several platforms."""
+    pytest.importorskip("flatbuffers", reason="jax writes exported programs with flatbuffers")
     num_seqs = 2
     table = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50, 2, 128)), jnp.float32)
 
@@ -187,6 +240,9 @@ def test_a_decode_block_exported_for_tpus_has_the_kernel_and_for_cpus_too_runs_t
     with pallas_kernels.lowering_for("tpu"), jax.sharding.use_abstract_mesh(interpret_tpu.CHIP):
         assert "tpu_custom_call" in jax.export.export(jax.jit(run), platforms=["tpu"])(*leaves).mlir_module()
     exported = jax.export.export(jax.jit(run), platforms=["tpu", "cpu"])(*leaves)
-    got = exported.call(*leaves)
-    for got_leaf, wanted in zip(got, jax.jit(lambda *leaves: run(*leaves))(*leaves), strict=True):
-        np.testing.assert_array_equal(got_leaf, wanted)
+    assert exported.platforms == ("tpu", "cpu")
+    (tmp_path / "block").write_bytes(exported.serialize())
+    wanted = jax.jit(lambda *leaves: run(*leaves))(*leaves)
+    file_of_wanted = tmp_path / "wanted.npz"
+    np.savez(file_of_wanted, *map(np.asarray, (*leaves, *wanted)))
+    output_of(sys.executable, "-c", LOADED, tmp_path / "block", file_of_wanted, str(len(leaves)))

@@ -22,27 +22,28 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs (make tpu-check)"),
 ]
 # Programs with a model take a minute each. The others share a process.
-QUICK = tuple(case for case in tpu_compile.CASES if not case.startswith(tpu_compile.WITH_MODEL))
+QUICK = tuple(case for case in tpu_compile.CASES if not case.startswith(tpu_compile.SEPARATE))
+PROGRAMS = [(target, case) for target in tpu_compile.TARGETS for case in tpu_compile.cases_of(target)]
 
 
 @functools.cache
 def compiled(target, *cases):
     """Results by case: of `make tpu-check` if it has compiled them, or of a new process."""
     folder = os.environ.get("KVJAX_TPU_RESULTS")
-    command = sys.executable, "-m", "tests.kernels.tpu_compile", target, *cases
+    command = sys.executable, "-m", "tests.kernels.tpu_compile", "one", target, *cases
     printed = pathlib.Path(folder, f"{target}.json").read_text() if folder else output_of(*command)
     return {result["case"]: result for result in map(json.loads, printed.splitlines())}
 
 
 def result_of(target, case):
-    return compiled(target, *(QUICK if case in QUICK else (case,)))[case]
+    quick = [case for case in tpu_compile.cases_of(target) if case in QUICK]
+    return compiled(target, *(quick if case in quick else (case,)))[case]
 
 
-@pytest.mark.parametrize("case", tpu_compile.CASES)
-@pytest.mark.parametrize("target", ["v5e", "v6e"])
+@pytest.mark.parametrize(("target", "case"), PROGRAMS)
 def test_pools_stay_in_place(target, case):
     result = result_of(target, case)
-    assert result["temporaries"] < tpu_compile.LIMITS.get(case, tpu_compile.LIMIT) * result["pool"]
+    assert result["temporaries"] < tpu_compile.LIMIT * result["pool"]
     if not (case.endswith("mesh") and case.startswith(tpu_compile.WITH_MODEL)):
         assert not result["collectives"]
     else:  # the model adds up its projections, and looks up and chooses tokens in a divided vocabulary

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import pallas_kernels
 from kvjax._arrays import add, leading, pick, put, rank, sum_before
 
 
@@ -42,6 +43,32 @@ def test_one_entry_is_written_for_each_of_several_caches(size, x64):
         block = jnp.zeros((4, size // 2, 2), jnp.float32)
         got = put(block, (np.array([3], np.int32), 1), jnp.ones((1, 2), jnp.float32), np.array([True]))
         assert float(got.sum()) == 2 and got[3, 1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("unique", [True, False])
+def test_pairs_are_read_and_written_by_element_for_a_tpu(unique):
+    pairs = jnp.arange(40, dtype=jnp.uint32).reshape(20, 2)
+    tables = jnp.arange(48, dtype=jnp.int32).reshape(4, 6, 2)
+    index = jnp.array([3, 19, 0], jnp.int32)
+    row = jnp.array([1, 3, 0], jnp.int32)
+    where = jnp.array([True, True, False])
+    values = jnp.array([[1, 2], [3, 4], [5, 6]], jnp.int32)
+
+    def compute(pairs, tables):
+        read = pick((pairs, tables), index), pick(pairs, index[:, None]), pick(pairs, index[1]), pick(tables, (row, 2))
+        few = put(pairs, index[:1], jnp.uint32(7), where[:1])
+        many = put(pairs, index, values.astype(jnp.uint32), where, unique=unique)
+        return read, few, many, put(tables, (row, index % 6), values, where, unique=unique)
+
+    plain = jax.jit(lambda *args: compute(*args))(pairs, tables)
+    with pallas_kernels.lowering_for("tpu"):
+        for_tpu = jax.jit(lambda *args: compute(*args))
+        text = for_tpu.lower(pairs, tables).as_text()
+        by_element = for_tpu(pairs, tables)
+    jax.tree.map(np.testing.assert_array_equal, plain, by_element)
+    of_pairs = [line for line in text.splitlines() if "stablehlo.gather" in line and "tensor<20x2xui32>" in line]
+    assert sum("slice_sizes = array<i64: 1, 1>" in line for line in of_pairs) == 2
+    assert sum("slice_sizes = array<i64: 1, 2>" in line for line in of_pairs) == 1  # the pair at a scalar index
 
 
 @pytest.mark.long
