@@ -25,7 +25,7 @@ _ALIGNED = 16  # bytes of the smallest TMA copy
 
 
 class _Chunks(NamedTuple):
-    """How a block is cut: `count` chunks of [rows, lanes] elements."""
+    """The chunks of a block, each of [rows, lanes] elements."""
 
     count: int
     rows: int
