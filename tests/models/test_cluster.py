@@ -327,7 +327,7 @@ def front(tmp_path_factory):
             router.add(name, feed.endpoint, feed.replay_endpoint, Curve(*zmq.curve_keypair(), public))
             apps[name] = with_request_ids(server.app)
         replicas = Local(apps, router)
-        yield cluster_front.make_app(parser.parse_args(options), replicas), replicas
+        yield cluster_front.make_app(parser, parser.parse_args(options), replicas), replicas
 
 
 def asked(app, *requests, key=KEY):
