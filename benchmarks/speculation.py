@@ -100,16 +100,15 @@ class Answers:
 
     def __init__(self, model: Any, prompts: list[list[int]], length: int, max_new_tokens: int, stop_tokens: Any):
         self._model = model
-        self._cache = kvjax.Cache.create(
-            kvjax.make_spec(
-                model.layer_specs(),
-                num_blocks=len(prompts) * ((length + max_new_tokens) // 16 + 2),
-                max_seqs=len(prompts),
-                max_length=length + max_new_tokens,
-                block_size=16,
-                dtype="float32",
-            )
+        self.spec = kvjax.make_spec(
+            model.layer_specs(),
+            num_blocks=len(prompts) * ((length + max_new_tokens) // 16 + 2),
+            max_seqs=len(prompts),
+            max_length=length + max_new_tokens,
+            block_size=16,
+            dtype="float32",
         )
+        self._cache = kvjax.Cache.create(self.spec)
         self._requests = kvjax.serving.make_requests(prompts, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
         self.outputs: list[Any] = []
 
@@ -135,9 +134,9 @@ def figures_of(name: str, answers: Answers, drafter: Drafter, rounds: int) -> di
 
 SIZES: dict[str, Any] = {
     "checkpoint": ("", ""),
-    "num_tokens": 8,
+    "num_tokens": 10,
     "max_drafts": 16,
-    "pass_cost": 0.7,
+    "pass_cost": 0.0,  # 0 means the measured cost
     "max_new_tokens": (128, 8),
     "rows": ([1, 8], [1]),
 }
@@ -151,10 +150,16 @@ def measure(size):
     tasks: dict[str, Callable[[int], list[list[int]]]] = {"recall": documents}
     if size.checkpoint:
         tasks = {task: functools.partial(prompts_of, tokenizer, task) for task in TASKS}
-    drafter = ngram(size.num_tokens, max_drafts=size.max_drafts, pass_cost=size.pass_cost)
     for num_rows in size.rows:
         prompts = {task: make_prompts(num_rows) for task, make_prompts in tasks.items()}
         length = max(map(len, itertools.chain(*prompts.values())))  # the same for all tasks, which share programs
+        drafter = ngram(size.num_tokens, max_drafts=size.max_drafts)
+        pass_cost = size.pass_cost
         for task, texts in prompts.items():
             answers = Answers(model, texts, length, size.max_new_tokens, stop_tokens)
+            if not pass_cost:
+                _, num_drafts = drafter.limits(num_rows, answers.spec.block_size)
+                pass_cost = kvjax.serving.measured_pass_cost(model, answers.spec, num_drafts, rounds=4 * size.rounds)
+            drafter = drafter.replace(pass_cost=np.float32(pass_cost))
+            yield {f"{task}_{num_rows}_pass_cost": pass_cost} if task == next(iter(prompts)) else {}
             yield figures_of(f"{task}_{num_rows}", answers, drafter, size.rounds)

@@ -21,6 +21,7 @@ from kvjax.ledger import human, pool_bytes
 from kvjax.model import Model, call, check_placement
 from kvjax.pools.device import Pools, apply, init_pools
 from kvjax.pools.host import HostPools
+from kvjax.pools.selection import check_whole
 from kvjax.pools.stage import Staged, check_staged, scatter
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
@@ -170,9 +171,10 @@ class AnyCache(MadeByCreate):
         *,
         now: ArrayLike = 0,
         logits: Literal["last", "all"] = "last",
+        exact: ArrayLike | None = None,
     ) -> tuple[Self, jax.Array, Events]:
         """See `kvjax.step`."""
-        return self._stepped(model, tokens, count, seqs, now, logits)
+        return self._stepped(model, tokens, count, seqs, now, logits, exact)
 
     def _repr_html_(self) -> str:
         return page(self)
@@ -253,12 +255,13 @@ class Cache(AnyCache, Pytree):
         return Cache(state, pools), events.followed_by(stored)
 
     def _stepped(
-        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any
+        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any, exact: Any
     ) -> tuple[Cache, jax.Array, Events]:
         check_alive(self)
         check_placement(model, self)
         if logits not in ("last", "all"):
             raise ValueError(f"logits: got {logits!r}, wanted 'last' or 'all'")
+        check_whole(exact)
         seqs = None if seqs is None else integers("seqs", seqs, ("R",))
         rows = (self.state.spec.max_seqs,) if seqs is None else seqs.shape
         tokens = integers("tokens", tokens, (*rows, "C"))
@@ -270,7 +273,7 @@ class Cache(AnyCache, Pytree):
         computed, pools = call(model, tokens, self.pools, self.view(computable, tokens.shape[1], seqs), last)
         # NaN, so nobody takes the logits of a refused row for an answer.
         computed = jnp.where(jnp.expand_dims(refused, range(1, computed.ndim)), jnp.nan, computed)
-        after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
+        after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, exact=exact, now=now)
         return after, computed, events
 
     def __repr__(self) -> str:

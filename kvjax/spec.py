@@ -126,6 +126,8 @@ class CacheSpec:
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
       thinning: whether `thin` may let go of blocks in the middle of rows.
+      sparse: whether rows may read a part of their blocks (`select_blocks`), and publish nothing after that.
+      backups: whether blocks on the device can have copies on the host.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=30, block_size=4)
@@ -142,6 +144,8 @@ class CacheSpec:
     retention: bool = False
     offload_min_priority: int = 0
     thinning: bool = False
+    sparse: bool = False
+    backups: bool = False
 
     def __post_init__(self):
         set_ints(self, 1, "block_size", "max_seqs", "max_blocks_per_seq")
@@ -161,6 +165,8 @@ class CacheSpec:
             for pool in group.pools:
                 if bool(pool.arrays) != group.recurrent:
                     raise ValueError(f"groups: got {pool} in a group with recurrent={group.recurrent}, wanted another")
+        if self.backups and not self.has_host:
+            raise ValueError("backups: got True without blocks on the host, wanted num_host_blocks above 0")
 
     def seen_columns(self, written: int, end: int) -> list[tuple[int, int]]:
         """Lists (group, column) of the window blocks before column `end` that the token after `written` tokens sees."""
@@ -259,6 +265,8 @@ def make_spec(
     retention: bool = False,
     offload_min_priority: int = 0,
     thinning: bool = False,
+    sparse: bool = False,
+    backups: bool = False,
     layout: str | None = None,
 ) -> CacheSpec:
     """Describes a cache for a model's layers.
@@ -282,6 +290,11 @@ def make_spec(
       offload_min_priority: a victim with a lower priority is removed from the device, not offloaded.
       thinning: whether `thin` may let go of blocks in the middle of rows. Each view then packs the blocks that its rows
         still read.
+      sparse: whether views may read a part of a row (`select_blocks`). K/V computed from such a view are approximate.
+        So a row publishes nothing after a `commit` that does not say `exact=True`, and no other request can find its
+        K/V.
+      backups: whether blocks on the device can have copies on the host (`kvjax.tiers.backup`). A block with a copy
+        leaves the device without a move, inside a jitted loop too. Needs `num_host_blocks`.
       layout: the order of a block's K/V in a pool: "heads", or "tokens", in which a TPU's attention kernel reads them.
         Blocks outside of pools, such as those of a save, are the same for both. Latents, states and quantised K/V have
         "heads" alone. None chooses "tokens" in a process with a TPU where it can, else "heads".
@@ -321,6 +334,8 @@ def make_spec(
         retention,
         offload_min_priority,
         thinning,
+        sparse,
+        backups,
     )
     for group in spec.groups:
         if group.num_blocks < (min_blocks := spec.least_blocks(group)):

@@ -106,6 +106,8 @@ class Host(Pytree):
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of this stack.
       policy: the eviction policy's state for blocks on the host.
+      backup: i32[B]; pairs findable device blocks with the host blocks whose pool rows have copies of their K/V
+        (`blocks/backups.py`). Each names the other. None unless the spec has backups.
     """
 
     pool_row: jax.Array
@@ -116,6 +118,7 @@ class Host(Pytree):
     empty: jax.Array
     num_empty: jax.Array
     policy: Any
+    backup: jax.Array | None = None
 
 
 class Blocks(Pytree):
@@ -187,8 +190,9 @@ class EvictionPolicy(NamedTuple):
     Attributes:
       init: (num_ids: int) -> pstate.
       touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` have lost their last
-        holder and stay cached. They are in the order in which they should be evicted. Padding is NO_BLOCK if the policy
-        is `idle`, or else num_ids, which jax drops from a scatter. `kvjax.testing.check_policy` tries both.
+        holder and stay cached. They are in the order in which they should be evicted. A cache pads with NO_BLOCK if
+        the policy is `idle`, or else with num_ids, which jax drops from a scatter. Be right with either, because others
+        may call your function too: `kvjax.testing.check_policy` tries both.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate). It names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which blocks it may name, each after
         all its findable children. A block that is not eligible now may be eligible in the next call, so it must keep
@@ -395,6 +399,8 @@ class Sequences(Pytree):
       swapped: bool[S]; whether all or some of the row's blocks are on the host. None without a host tier.
       holes: bool[S, M]; the blocks of the first group that the row no longer reads (`blocks/holes.py`). None if the
         spec has no thinning.
+      approximate: bool[S]; whether the row has K/V that may be approximate, so it publishes nothing any more. None if
+        the spec is not sparse.
     """
 
     length: jax.Array
@@ -403,6 +409,7 @@ class Sequences(Pytree):
     retention: jax.Array | None = None
     swapped: jax.Array | None = None
     holes: jax.Array | None = None
+    approximate: jax.Array | None = None
 
     @property
     def swapped_out(self) -> jax.Array:

@@ -29,6 +29,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.adopt import adopt
+from kvjax.verbs.backup import backup
 from kvjax.verbs.extend import extend
 from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.release import release
@@ -53,7 +54,8 @@ class FailedTransfer(RuntimeError):
     """Failed moves between the tiers. No wrong bytes are findable, and rows that lost K/V have been released.
 
     A verb that only moves blocks (`offload`, `onboard`, `watermark`, `swap_out`, `swap_in`) is undone: its blocks and
-    rows are where they were, and only blocks whose bytes a move may have overwritten are lost.
+    rows are where they were, and only blocks whose bytes a move may have overwritten are lost. A failed `backup` costs
+    the copies alone.
 
     Attributes:
       tiered: the cache to go on with.
@@ -182,6 +184,7 @@ class TieredCache(AnyCache):
 
     admit = _moving_method(admit, tiers=("device", "host"))
     extend = _moving_method(extend, tiers=("device", "host"))
+    backup = _moving_method(backup)
     offload = _moving_method(offload, undoes=True)
     onboard = _moving_method(onboard, undoes=True)
     watermark = _moving_method(watermark, undoes=True)
@@ -226,13 +229,13 @@ class TieredCache(AnyCache):
         return one_line(self, self.state, f"{on_device} of K/V", f"{on_host} on the host")
 
     def _stepped(
-        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any
+        self, model: Model, tokens: Any, count: Any, seqs: Any, now: Any, logits: Any, exact: Any
     ) -> tuple[TieredCache, jax.Array, Events]:
         check_alive(self.cache, self.host)
         check_model(model)
         check_placement(model, self.cache)
         check_32_bits(Cache.step, None, None, tokens, count, seqs, now=now)
-        cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
+        cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits, exact=exact)
         return self.replace(cache), computed, events
 
     def _settle(self, state: CacheState, events: Events, undoes: bool) -> TieredCache:

@@ -4,6 +4,7 @@
 from kvjax.events.transfer import Transfer
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.tiered import FailedTransfer, TieredCache
+from kvjax.verbs.backup import backup
 from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.swap import swap_in, swap_out
 
@@ -13,6 +14,7 @@ __all__ = [
     "TieredCache",
     "Transfer",
     "TransferError",
+    "backup",
     "complete",
     "init_host_pools",
     "move",

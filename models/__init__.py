@@ -3,10 +3,21 @@
 
 try:
     from .config import LayerConfig, ModelConfig
-    from .decoder import Decoder, first_layers, scanned, unrolled
+    from .decoder import Decoder, first_layers, scanned, streaming, unrolled
     from .loading import load, save
     from .rope import Rope
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[models]"') from error
 
-__all__ = ["Decoder", "LayerConfig", "ModelConfig", "Rope", "first_layers", "load", "save", "scanned", "unrolled"]
+__all__ = [
+    "Decoder",
+    "LayerConfig",
+    "ModelConfig",
+    "Rope",
+    "first_layers",
+    "load",
+    "save",
+    "scanned",
+    "streaming",
+    "unrolled",
+]

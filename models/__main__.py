@@ -5,12 +5,10 @@ from __future__ import annotations
 
 COMMANDS = {
     "generate": "text from a checkpoint in Hugging Face format, or a chat",
-    "serve": "a server with OpenAI's HTTP API, for a checkpoint",
+    "serve": "a server with OpenAI's HTTP API, for a checkpoint, or replicas of it on a Ray cluster",
     "talk": "a chat with SmolLM2 in the terminal, or a server for it",
     "convert": "a folder in Hugging Face format, from a GGUF file",
     "demo": "what the cache does, with the bundled model",
-    "router": "two servers that publish their events, and a router that knows what each cache holds",
-    "fleet": "servers in Ray actors, on one machine or several, behind the same router",
     "prefill_decode": "a server that computes prompts, and one that answers them, through a store",
     "verify": "logits and tokens of a checkpoint against a golden folder",
     "grpo": "a training loop around `rollout`, which teaches the bundled model to end its answers",

@@ -65,16 +65,24 @@ class Paged:
     layer_index: int
     turn: ScanPosition | None = None
 
-    def attend(self, cache, q, kv, angles, *, scale, sinks):
+    @property
+    def positions(self) -> jax.Array:
+        """i32[R, C]; the position of each token."""
+        return self.view.positions
+
+    def attend(self, cache, q, kv, angles, *, scale, sinks, sink_angles=None):
         """Attends from q [R, C, Q, D] to the cache after writing `kv`, which is k and v [R, C, K, D].
 
-        `angles` rotate q and k here. If `kv` is the index of an earlier layer, q attends to that layer's keys and
-        values, and nothing is written. `scale` and `sinks` go to `kvjax.attend`, which knows the layer's window.
+        `angles` rotate q and k here, and `sink_angles` rotate q for the first tokens that a window has passed. If `kv`
+        is the index of an earlier layer, q attends to that layer's keys and values, and nothing is written. `scale` and
+        `sinks` go to `kvjax.attend`, which knows the layer's window.
 
         Returns:
           The mixed values [R, C, Q, D], and the cache.
         """
         options: dict[str, Any] = {"scale": scale, "sinks": sinks}
+        if sink_angles is not None:
+            options["sink_q"] = rotate(q, sink_angles)
         if isinstance(kv, int):
             return kvjax.attend(rotate(q, angles), cache, kv, self.view, **options), cache
         k, v = kv
@@ -111,18 +119,23 @@ class Dense:
     Attributes:
       layer_index: the layer.
       is_reused: whether other layers attend to its keys and values.
+      positions: i32[1, T]; the position of each token.
       window: the layer's window. None means no limit.
+      sink_tokens: the number of first tokens that the window leaves visible.
     """
 
     layer_index: int
     is_reused: bool
+    positions: jax.Array
     window: int | None = None
+    sink_tokens: int = 0
 
-    def attend(self, cache, q, kv, angles, *, scale, sinks):
+    def attend(self, cache, q, kv, angles, *, scale, sinks, sink_angles=None):
         """See `Paged`."""
         k, v = cache[kv] if isinstance(kv, int) else (rotate(kv[0], angles), kv[1])
         cache = {**cache, self.layer_index: (k, v)} if self.is_reused else cache
-        return dense_attention(rotate(q, angles), k, v, self.window, scale, sinks), cache
+        first = None if sink_angles is None else (rotate(q, sink_angles), self.sink_tokens)
+        return dense_attention(rotate(q, angles), k, v, self.window, scale, sinks, first), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
         """See `Paged`."""
@@ -177,7 +190,8 @@ class Attention(nnx.Module):
             v = k if layer.keys_are_values else self.v_proj(x)
             kv = self._heads(k, self.k_norm), self._heads(v, self.v_norm)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        y, cache = mixing.attend(cache, q, kv, angles, scale=self.scale, sinks=sinks)
+        sink_angles = layer.sink_angles(mixing.positions) if layer.sink_tokens else None
+        y, cache = mixing.attend(cache, q, kv, angles, scale=self.scale, sinks=sinks, sink_angles=sink_angles)
         y = y if gate is None else y * jax.nn.sigmoid(gate)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
@@ -197,6 +211,8 @@ class LayerConfig(Mixer):
       rope: the rotation of queries and keys.
       keys_are_values: whether the values are the keys before norm and rope, instead of a separate projection.
       reuses: index of the earlier layer whose keys and values this layer attends to; None gives it its own.
+      sink_tokens: the number of first tokens that stay visible when the window has passed them. Their distance then
+        stays what it was, as in StreamingLLM.
     """
 
     kv_heads: int
@@ -205,6 +221,7 @@ class LayerConfig(Mixer):
     rope: Rope = dataclasses.field(default_factory=Rope)
     keys_are_values: bool = False
     reuses: int | None = None
+    sink_tokens: int = 0
     module: ClassVar[type[Any]] = Attention
 
     def check(self, num_heads: int) -> LayerConfig:
@@ -229,10 +246,22 @@ class LayerConfig(Mixer):
 
     def spec(self) -> kvjax.LayerSpec:
         """The data that the layer keeps in the cache. Blocks outside the window are released."""
-        return kvjax.LayerSpec(self.kv_heads, self.head_dim, self.window)
+        return kvjax.LayerSpec(self.kv_heads, self.head_dim, self.window, self.sink_tokens)
+
+    def sink_angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosine and sine that rotate queries at `positions i32[R, C]` for the first tokens.
+
+        A token whose window has passed them sees them just before its window, at positions inside of the cache.
+
+        Source: StreamingLLM.
+        """
+        assert self.window is not None
+        return self.rope.angles(jnp.minimum(positions, self.window + self.sink_tokens - 1), self.head_dim)
 
 
-def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, window=None, scale=None, sinks=None) -> jax.Array:
+def dense_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, window=None, scale=None, sinks=None, first=None
+) -> jax.Array:
     """Attention over whole sequences, with the options of `kvjax.attend`, which computes the same from a cache.
 
     Args:
@@ -242,16 +271,27 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, window=None, scale
       window: number of tokens a token attends to; None means no limit.
       scale: factor on the scores; None defaults to 1 / sqrt(D).
       sinks: f32[Q]; None disables sinks.
+      first: queries [B, T, Q, D] for the first tokens that a window has passed, and the number of these tokens. None
+        means nobody sees them.
 
     Returns:
       The mixed values [B, T, Q, V].
     """
     batch, length, heads, width = q.shape
-    q = q.reshape(batch, length, k.shape[2], -1, width)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
-    scores = scores * (width**-0.5 if scale is None else scale)
+
+    def scores_of(q):
+        q = q.reshape(batch, length, k.shape[2], -1, width)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+        return scores * (width**-0.5 if scale is None else scale)
+
+    scores = scores_of(q)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     seen = (distance >= 0) & (distance < (length if window is None else window))
+    if first is not None:
+        sink_q, sink_tokens = first
+        is_passed = (distance >= window) & (jnp.arange(length) < sink_tokens)
+        scores = jnp.where(is_passed, scores_of(sink_q), scores)
+        seen = seen | is_passed
     scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
     if sinks is not None:
         column = jnp.broadcast_to(sinks.reshape(1, k.shape[2], -1, 1, 1), (*scores.shape[:-1], 1))

@@ -24,7 +24,7 @@ EXTRAS = {
     "agent": ("grpcio, grpcio-tools and protobuf", ("grpc", "grpc_tools", "google")),
     "metrics": ("prometheus-client", ("prometheus_client",)),
     "stores": ("tensorstore", ("tensorstore",)),
-    "fleet": ("ray, msgspec and pyzmq", ("ray", "msgspec", "zmq")),
+    "cluster": ("ray, msgspec and pyzmq", ("ray", "msgspec", "zmq")),
     "serve": ("starlette, uvicorn and prometheus-client", ("starlette", "uvicorn", "prometheus_client")),
 }
 

@@ -19,7 +19,7 @@ from flax import nnx
 
 import kvjax
 
-from .attention import Dense, Mixing, Paged
+from .attention import Dense, LayerConfig, Mixing, Paged
 from .config import ModelConfig
 from .experts import ACTIVATIONS, MLP
 from .norm import RMSNorm
@@ -165,8 +165,9 @@ class Decoder(nnx.Module):
         reused = {layer.reuses for layer in self.config.layers}
 
         def mixing(layer_index: int, _: ScanPosition | None) -> Mixing:
-            window = getattr(self.config.layers[layer_index], "window", None)  # other mixers have none
-            return Dense(layer_index, layer_index in reused, window)
+            layer = self.config.layers[layer_index]
+            window = getattr(layer, "window", None)  # other mixers have none
+            return Dense(layer_index, layer_index in reused, positions, window, getattr(layer, "sink_tokens", 0))
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self._stream(tokens, positions, mixing, {}, tokens.shape[1])
@@ -246,6 +247,33 @@ def first_layers[M: Decoder](model: M, num_layers: int) -> M:
     part = _with_layers(whole, [*whole.layers][:num_layers], None)
     part.config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])
     return part
+
+
+def streaming[M: Decoder](model: M, window: int, sink_tokens: int = 4) -> M:
+    """Returns a model whose tokens see the last `window` tokens and the first `sink_tokens`, as in StreamingLLM.
+
+    Positions are places inside the cache: no distance is larger than `window + sink_tokens`, however long the text is.
+    A row holds the blocks of these tokens alone. The models share their weights, except that the layers of a scanned
+    model are copied. A layer that has a window keeps it.
+
+    Raises:
+      ValueError: if a layer does not have attention over keys and values.
+
+    Source: StreamingLLM.
+    """
+    layers = []
+    for layer_index, layer in enumerate(model.config.layers):
+        if not isinstance(layer, LayerConfig):
+            raise ValueError(
+                f"model: got a layer {layer_index} of {type(layer).__name__}, wanted attention in all layers"
+            )
+        layers.append(layer if layer.window else dataclasses.replace(layer, window=window, sink_tokens=sink_tokens))
+    model = _with_layers(model, [*unrolled(model).layers], None)
+    model.config = dataclasses.replace(model.config, layers=tuple(layers))
+    for module, layer in zip(model.layers, layers, strict=True):
+        module.config = model.config
+        module.self_attn.layer = layer
+    return model
 
 
 def _with_layers[M: Decoder](model: M, layers: Sequence[Layer], run: Run | None) -> M:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import ipaddress
 import os
 import pathlib
@@ -24,16 +25,17 @@ import kvjax
 from kvjax.interop import combine_listeners
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
-from . import chat, commands, memory, session, stores, tenants, wires
+from . import chat, cluster_options, commands, memory, serve_weights, session, stores, tenants, wires
 from .checkpoint import GENERATION
 from .commands import number
-from .loading import open_checkpoint
+from .loading import load, open_checkpoint
 from .openai_api import MAX_BIASES, ApiError, Limits, read_defaults
 from .serve_schemas import Schemas, open_schemas
 from .session import MAX_OPTION, SIZES
 from .tool_calls import FORMATS, Parser, detect
 
 DEFAULT_LENGTH = 4096  # tokens of a row without --max-length
+note_prefix = ""  # of each line on standard error, such as the name of a replica
 STOP_TOKENS = 8  # of a request and the model together, unless the model alone has more
 
 
@@ -44,9 +46,14 @@ def main(arguments: list[str] | None = None) -> None:
     commands.check_extra(parser, "serve")
     wires.check(parser, args)
     stores.check(parser, args)
+    cluster_options.check(parser, args)
+    if args.replicas is not None:
+        # Imported late because it needs the extra, and by its name because it starts from this module's parts.
+        cluster = importlib.import_module(".cluster", __package__)
+        return cluster.run(parser, args)
     commands.enable_compilation_cache(not args.no_compile_cache)
     if args.until_eof:
-        threading.Thread(target=_end_with_input, daemon=True).start()
+        threading.Thread(target=end_with_input, daemon=True).start()
     with (
         contextlib.suppress(KeyboardInterrupt),
         _Signals() as signals,
@@ -74,6 +81,7 @@ def make_parser() -> commands.Parser:
         "--port", type=wires.PORT, default=8000, help="port to listen at; 0 chooses a free port (default: %(default)s)"
     )
     tenants.add_keys(parser)
+    serve_weights.add_operator(parser)
     parser.add_argument(
         "--hide-cached-tokens", action="store_true", help="do not report how many tokens of a prompt were cached"
     )
@@ -122,6 +130,7 @@ def make_parser() -> commands.Parser:
     )
     parser.add_argument("--save", metavar="DIR", help="folder to load the cache from, and to save it to at the end")
     wires.add_publishers(parser)
+    cluster_options.add_options(parser)
     parser.add_argument(
         "--until-eof",
         action="store_true",
@@ -138,10 +147,11 @@ def _origin(text: str) -> str:
 
 
 class Server(NamedTuple):
-    """The application of a server, and its engine."""
+    """The application of a server, its engine, and its wires by their options' names."""
 
     app: Any
     engine: Engine[Any]
+    feeds: dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -157,8 +167,9 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
 
     where = session.make_mesh(parser, args)
     model, tokenizer = session.load_model(parser, args, **where)
-    template = _template(parser, args)
+    template = open_template(parser, args)
     keys = tenants.keys_of(parser, args)
+    operator_keys = serve_weights.operator_keys(parser, args)
     spec = _spec(parser, args, model, where)
     registry = prometheus_client.CollectorRegistry()
     names = kvjax.Namespaces()
@@ -172,7 +183,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         _note(memory.described(args, model, saved.cache))
         for feed in wire.feeds.values() if saved.loaded else ():
             feed.attach(saved.cache.state)
-        tool_format = _tool_format(args, template)
+        tool_format = tool_format_of(args, template)
         call_end = tool_format.call_end if tool_format else None
         stop_tokens = chat.stop_tokens(model.config.eos_token_ids, tokenizer, template, call_end)
         marks = tool_format.marks if tool_format else ()
@@ -208,10 +219,18 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         )
         pages = Pages(served_model.name, registry, served_model.decode_all, metrics.set, wire.set)
         pages.engine = engine
-        yield Server(make_app(engine, served_model, pages, sets_state=args.agent is not None), engine)
+        operator = None
+        if operator_keys:
+
+            def load_weights(folder: pathlib.Path) -> Any:
+                return load(folder, dtype=args.dtype, scan=args.scan, **where)[0]
+
+            operator = serve_weights.Operator(engine, args.weights, load_weights), operator_keys
+        app = make_app(engine, served_model, pages, sets_state=args.agent is not None, operator=operator)
+        yield Server(app, engine, wire.feeds)
 
 
-def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
+def open_template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:
     """Loads the chat template. None means the checkpoint has none.
 
     If the checkpoint's template has a fault, chats are refused. If --chat-template has a fault, the command ends.
@@ -227,7 +246,7 @@ def _template(parser: commands.Parser, args: argparse.Namespace) -> chat.Templat
     return template
 
 
-def _tool_format(args: argparse.Namespace, template: chat.Template | None) -> type[Parser] | None:
+def tool_format_of(args: argparse.Namespace, template: chat.Template | None) -> type[Parser] | None:
     """Returns the format of tool calls, by the option or from the text of the template. None if neither shows it."""
     name = args.tool_format or (None if template is None else detect(template.tools_text))
     return None if name is None else FORMATS[name]
@@ -335,7 +354,7 @@ class _Signals:
         self.server.handle_exit(kind, frame)
 
 
-def _end_with_input() -> None:
+def end_with_input() -> None:
     """Waits for the end of standard input, and then sends SIGTERM to this process."""
     while os.read(sys.stdin.fileno(), 1 << 12):
         pass
@@ -344,15 +363,21 @@ def _end_with_input() -> None:
 
 def http_server(args: argparse.Namespace, server: Server, opened: Callable[[], Any]) -> Any:
     """Makes an `HttpServer` with the limits of the options, which calls `opened` when it accepts connections."""
-    from .serve_http import HttpServer, Patience, only_hosts, only_origins, with_request_ids
+    from .serve_http import HttpServer, Patience
+
+    patience = Patience(connections=args.max_connections, grace=args.grace)
+    return HttpServer(guarded_app(args, server.app), patience, opened=opened, close=server.engine.close)
+
+
+def guarded_app(args: argparse.Namespace, app: Any) -> Any:
+    """Wraps an application: its responses have ids, and it answers only the hosts and origins of the options."""
+    from .serve_http import only_hosts, only_origins, with_request_ids
 
     hosts = args.allowed_hosts
     if hosts is None and _is_loopback(args.host):
         hosts = ["localhost", "127.0.0.1", "::1", args.host]
-    app = server.app if hosts is None else only_hosts(server.app, hosts)
-    app = with_request_ids(only_origins(app, args.allowed_origins))
-    patience = Patience(connections=args.max_connections, grace=args.grace)
-    return HttpServer(app, patience, opened=opened, close=server.engine.close)
+    app = app if hosts is None else only_hosts(app, hosts)
+    return with_request_ids(only_origins(app, args.allowed_origins))
 
 
 def _is_loopback(host: str) -> bool:
@@ -363,7 +388,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"{note_prefix}{text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

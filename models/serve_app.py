@@ -38,6 +38,7 @@ from .serve_job import (
 )
 from .serve_pages import Pages
 from .serve_schemas import Slot
+from .serve_weights import Operator, state_of
 from .tenants import Keys
 from .tool_calls import FORMATS
 from .tool_grammars import answer_grammar
@@ -89,7 +90,7 @@ class Api:
         read = functools.partial(self._read, endpoint=endpoint)
         async with self._body(request) as body:
             params, prompts = await self._read_aside(read, body, is_short=endpoint == openai_fields.COMPLETIONS)
-        params.salt = served.keys.salt(_key_of(request), params.salt)
+        params.salt = served.keys.salt(key_of(request), params.salt)
         slot = None
         if params.grammar is not None:
             slot = await while_connected(request.receive, self._take(params.grammar))
@@ -341,9 +342,14 @@ class Api:
         }
 
     async def health(self, _: Request) -> Response:
-        """Answers GET /health if the engine answers."""
+        """Answers GET /health if the engine answers, with whether it sleeps, and the version of its weights."""
         await self._pages.state()
-        return JSONResponse({})
+        return JSONResponse(state_of(self._engine))
+
+    async def operate(self, request: Request, *, act: Callable[[bytearray], Awaitable[dict[str, Any]]]) -> Response:
+        """Answers POST /v1/weights, /sleep and /wake."""
+        async with self._body(request) as body:
+            return JSONResponse(await act(body))
 
     async def metrics(self, _: Request) -> Response:
         """Answers GET /metrics."""
@@ -353,7 +359,7 @@ class Api:
     async def cache(self, request: Request) -> Response:
         """Answers GET /cache."""
         policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-        salt = self._served.keys.salt(_key_of(request), None)
+        salt = self._served.keys.salt(key_of(request), None)
         return HTMLResponse(await self._pages.cache(salt), headers={"content-security-policy": policy})
 
 
@@ -364,7 +370,7 @@ def _refusal(error: ValueError, param: str) -> ApiError:
     return ApiError(400, f"{field}: {reason}", field)
 
 
-def _key_of(request: Request) -> str | None:
+def key_of(request: Request) -> str | None:
     """Returns the key of a request: API clients send a bearer token, browsers a password. None without a key."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
@@ -383,11 +389,11 @@ def _check_type(request: Request) -> None:
 type Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def _guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
+def guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
     """Wraps an endpoint: a request then needs a key, if the server has keys, and a POST needs JSON."""
 
     async def call(request: Request) -> Response:
-        if keys and not keys.accepts(_key_of(request) or ""):
+        if keys and not keys.accepts(key_of(request) or ""):
             headers = {"www-authenticate": 'Basic realm="kvjax"'} if request.url.path == "/cache" else None
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
         if request.method == "POST":
@@ -397,7 +403,7 @@ def _guarded(endpoint: Endpoint, keys: Keys) -> Endpoint:
     return call
 
 
-async def _respond(request: Request, error: Exception) -> Response:
+async def respond(request: Request, error: Exception) -> Response:
     """Makes the response to a failed request. Its id is in the body, and in the log if the server is to blame."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=GONE)
@@ -408,10 +414,18 @@ async def _respond(request: Request, error: Exception) -> Response:
     return JSONResponse({**api_error.body, "request_id": request_id}, api_error.status, api_error.headers)
 
 
-def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: bool = False) -> Starlette:
+def make_app(
+    engine: Engine[Any],
+    served: Served,
+    pages: Pages,
+    *,
+    sets_state: bool = False,
+    operator: tuple[Operator, Keys] | None = None,
+) -> Starlette:
     """Makes the application. Prompts and answers need a key, unlike /health, /metrics and /version.
 
-    With `sets_state` the setters of `pages` are called every second, otherwise before each scrape.
+    Only an `operator`, with a key, may replace the weights and let the engine sleep. Without it nobody may. With
+    `sets_state` the setters of `pages` are called every second, otherwise before each scrape.
     """
     api = Api(engine, served, pages)
     keys = served.keys
@@ -427,7 +441,11 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
         ("GET", "/health", api.health, no_keys),
         ("GET", "/version", api.version, no_keys),
     ]
-    routes = [Route(path, _guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
+    if operator is not None:
+        actions, operator_keys = operator
+        for path, act in (("/v1/weights", actions.weights), ("/sleep", actions.sleep), ("/wake", actions.wake)):
+            endpoints.append(("POST", path, functools.partial(api.operate, act=act), operator_keys))
+    routes = [Route(path, guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -437,7 +455,7 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
             setting.cancel()
 
     errors = (ApiError, EngineError, Failed, TimeoutError, ClientDisconnect, HTTPException, Exception)
-    return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _respond), lifespan=lifespan)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, respond), lifespan=lifespan)
 
 
 async def _set_state(pages: Pages) -> None:

@@ -105,7 +105,10 @@ class Saved:
 def saved(
     parser: commands.Parser, args: Namespace, cache: Any, names: kvjax.Namespaces, note: Callable[[str], None]
 ) -> Iterator[Saved]:
-    """Loads the blocks in the folder of `--save` into a cache, and saves the cache there at the end of the `with`."""
+    """Loads the blocks in the folder of `--save` into a cache, and saves the cache there at the end of the `with`.
+
+    A replica whose save cannot be loaded, for example because other weights saved it, begins with the empty cache.
+    """
     if args.save is None:
         yield Saved(cache)
         return
@@ -121,7 +124,11 @@ def saved(
         else:
             note(f"--save: {args.save}: the folder has no save yet, and the cache begins empty")
     except (OSError, ValueError) as error:
-        parser.error(f"--save: {_reason(error, args.save)}")
+        reason = _reason(error, args.save)
+        if args.replicas is None:
+            parser.error(f"--save: {reason}")
+        note(f"--save: {args.save} is not loaded: {reason}")
+        result = Saved(cache)
     yield result
     if result.cache is None:
         return

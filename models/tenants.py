@@ -81,6 +81,11 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 
 def keys_of(parser: commands.Parser, args: argparse.Namespace) -> Keys:
     """Returns the keys of the options, or of the environment without any."""
+    return Keys(read_keys(parser, args), shares_prefixes=args.share_prefixes)
+
+
+def read_keys(parser: commands.Parser, args: argparse.Namespace) -> list[str]:
+    """Reads the keys of the options, or of the environment without any."""
     keys = list(args.api_key)
     if args.api_keys is not None:
         try:
@@ -94,4 +99,4 @@ def keys_of(parser: commands.Parser, args: argparse.Namespace) -> Keys:
     keys = keys or list(filter(None, [os.environ.get(KEY)]))
     if not all(key and key.isascii() and key.isprintable() for key in keys):
         parser.error("--api-key: got a key that no header can have, wanted ASCII letters, digits and signs")
-    return Keys(keys, shares_prefixes=args.share_prefixes)
+    return keys

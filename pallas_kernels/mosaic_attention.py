@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Mosaic GPU kernel of paged attention. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-It serves decode and prefill. As in `triton_attention`, a thread block takes a piece of work and a kv head, and packs
+It serves decode and prefill. As in `triton.attention`, a thread block takes a piece of work and a kv head, and packs
 the head's query heads into the rows of the matrix products, query after query. Its warpgroups have two roles:
 
     loader     ids of blocks | K tile | V tile | K tile | V tile | ...       by TMA, some tiles ahead

@@ -30,7 +30,5 @@ models/bin/python -I use_models.py
 models/bin/python -I use_wires.py
 models/bin/python -m kvjax_models
 models/bin/python -m kvjax_models.demo
-models/bin/python -m kvjax_models.router --help >/dev/null
-models/bin/python -m kvjax_models.fleet --help >/dev/null
 models/bin/python -m kvjax_models.grpo --help >/dev/null
 models/bin/python -m kvjax_models.serve --help >/dev/null

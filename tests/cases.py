@@ -53,11 +53,19 @@ OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size":
 LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]
 # Caches for calls of which only the shapes are used.
 SPECS = {
-    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", thinning=True, **OPTIONS),
+    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", thinning=True, sparse=True, **OPTIONS),
     "all of it": kvjax.make_spec(
-        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, thinning=True, dtype="int8", **OPTIONS
+        LAYERS,
+        num_host_blocks=4,
+        extra_ids=True,
+        retention=True,
+        thinning=True,
+        sparse=True,
+        backups=True,
+        dtype="int8",
+        **OPTIONS,
     ),
-}  # fmt: skip
+}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -105,7 +113,7 @@ VERBS = {
         "tokens num_tokens",
         {
             "": ((np.ones((ROWS, WIDTH), np.int64), np.full(ROWS, 3)), {}),
-            "some": ((TEXTS, IDS), {"seqs": IDS}),
+            "some": ((TEXTS, IDS), {"seqs": IDS, "exact": np.arange(2) > 0}),
         },
     ),
     "fork": Verb("src dst", {"": ((0, 1), {}), "into many": ((0, IDS), {})}),
@@ -127,6 +135,7 @@ VERBS = {
     "reset": Verb("", {"": ((), {})}),
     "offload": Verb("blocks", host_calls={"": ((IDS,), {})}),
     "onboard": Verb("blocks", host_calls={"": ((IDS,), {"group": 1})}),
+    "backup": Verb("", host_calls={"": ((), {"max_blocks": 3})}),
     "watermark": Verb("empty", host_calls={"": ((2,), {"max_blocks": 3})}),
     "swap_out": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),
     "swap_in": Verb("seq", host_calls={"": ((0,), {}), "several": ((IDS,), {})}),

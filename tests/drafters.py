@@ -13,7 +13,7 @@ from kvjax.serving.speculation_models import ModelDrafter
 RIGHT, WRONG, RANDOM = range(3)
 
 
-class Guesses(ModelDrafter, static=("num_tokens", "max_drafts", "pass_cost", "vocabulary")):
+class Guesses(ModelDrafter, static=("num_tokens", "max_drafts", "vocabulary")):
     """The choices of the model itself, changed by a mode. Every pass is wide unless `pass_cost` is positive.
 
     Attributes:
@@ -28,7 +28,7 @@ class Guesses(ModelDrafter, static=("num_tokens", "max_drafts", "pass_cost", "vo
 
     @classmethod
     def of(cls, model, vocabulary, mode=RANDOM, num_tokens=3, max_drafts=None, pass_cost=-1.0):
-        return cls(num_tokens, model, max_drafts, pass_cost, np.int32(mode), vocabulary)
+        return cls(num_tokens, model, max_drafts, np.float32(pass_cost), np.int32(mode), vocabulary)
 
     def __post_init__(self):
         """Checks nothing."""

@@ -7,13 +7,14 @@ Two rows share a prompt of three blocks, and row 0 has let go of columns 1 and 3
     row 1   table 2 4 5 6     holes - - - -     its views read 2 4 5 6
 
 K/V computed after a hole are not the K/V of the row's prefix. So a row with a hole publishes nothing, and no other
-request can find its K/V.
+request can find its K/V. A row of a sparse cache, whose views may read a part of its blocks, publishes nothing either
+after a commit that does not call its K/V exact.
 
 Block 4 stays in row 0's table while row 1 reads it: every holder of a findable block holds the whole prefix, and
 eviction relies on it. When only holes have a block, the next call of `thin` frees it. If rows still hold findable
 blocks after the freed block, these leave the index then, for the same reason.
 
-The functions return their arguments unchanged if the spec has no thinning. Programs without it stay the same.
+The functions return their arguments unchanged if the spec has neither. Programs without them stay the same.
 """
 
 from __future__ import annotations
@@ -24,23 +25,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import add, pick
+from kvjax._arrays import add, pick, put
 from kvjax.blocks.dedup import Filled
 from kvjax.blocks.holders import give_back_shared
 from kvjax.blocks.publish import descendants
+from kvjax.blocks.rows import Chunk
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group, Sequences
 
 
-def without_thinned(seqs: Sequences, filled: Filled) -> Filled:
-    """Leaves out the filled blocks of rows with holes: they are neither published nor merged."""
-    if seqs.holes is None:
-        return filled
-    return filled._replace(where=filled.where & ~jnp.any(pick(seqs.holes, filled.row), axis=-1))
+def without_private(seqs: Sequences, filled: Filled) -> Filled:
+    """Leaves out the filled blocks of rows that publish nothing: these blocks are not merged either."""
+    where = filled.where
+    if seqs.holes is not None:
+        where = where & ~jnp.any(pick(seqs.holes, filled.row), axis=-1)
+    if seqs.approximate is not None:
+        where = where & ~pick(seqs.approximate, filled.row)
+    return filled._replace(where=where)
 
 
-def unless_thinned(row: Sequences, where: jax.Array) -> jax.Array:
-    """bool[]; where bool[], unless the row has a hole."""
-    return where if row.holes is None else where & ~jnp.any(row.holes)
+def unless_private(row: Sequences, where: jax.Array) -> jax.Array:
+    """bool[]; where bool[], unless the row publishes nothing."""
+    where = where if row.holes is None else where & ~jnp.any(row.holes)
+    return where if row.approximate is None else where & ~row.approximate
+
+
+def with_approximate(seqs: Sequences, chunk: Chunk) -> Sequences:
+    """Marks the rows of written tokens whose K/V may be approximate. They publish nothing any more."""
+    if seqs.approximate is None:
+        return seqs
+    is_new = chunk.done & (chunk.end > chunk.start)
+    is_new = is_new if chunk.exact is None else is_new & ~chunk.exact
+    return seqs.replace(approximate=put(seqs.approximate, chunk.rows, True, is_new))
 
 
 def unless_inside(row: Sequences, length: jax.Array, block_size: int, where: jax.Array) -> jax.Array:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, count, fence, loop, pick, put, rank
+from kvjax._arrays import add, count, count_on, fence, loop, pick, put, rank
 from kvjax.blocks import index, tiers, windows
+from kvjax.blocks.backups import drop_backups
 from kvjax.events.records import EventKind, Records, record
 from kvjax.state import Blocks, CacheState, EvictionPolicy, Group
 
@@ -40,7 +41,7 @@ def publish(
         children=add(blocks.children, parent[:, 0], 1, where & (parent[:, 0] >= 0), unique=False),
         hits=put(blocks.hits, ids, 0, where),
         stored=put(blocks.stored, ids, blocks.clock + rank(where), where),
-        clock=blocks.clock + count(where),
+        clock=count_on(blocks.clock, where),
     )
     stored = record(
         EventKind.STORED,
@@ -56,18 +57,20 @@ def publish(
 
 
 def leave_index(
-    group: Group, group_index: int, ids: jax.Array, where: jax.Array, *, counted: bool = True
+    group: Group, group_index: int, ids: jax.Array, where: jax.Array, *, counted: bool = True, backed: bool = True
 ) -> tuple[Group, Records]:
     """Takes findable blocks ids i32[K], all different, where bool[K], out of the index of group `group_index`.
 
     If a block has findable children, all of them must leave too. `counted` is False after `claim`, which has already
-    subtracted these blocks from their parents' `children`. Also returns K records, removed.
+    subtracted these blocks from their parents' `children`. `backed` is False if none of the blocks has a backup. Also
+    returns K records, removed.
     """
     blocks = group.blocks
     on_device = group.on_device(ids)
     generations, generation = fence(blocks.generation, pick(blocks.generation, ids))
     removed = record(EventKind.REMOVED, where, group=group_index, block=ids, generation=generation)
     group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
+    group = drop_backups(group, ids, where) if backed else group
     if group_index > 0:
         return windows.clear_window_blocks(group, ids, where), removed
     if counted:

@@ -30,6 +30,7 @@ class Chunk(NamedTuple):
     end: jax.Array  # i32[R]; the position after the last
     done: jax.Array  # bool[R]; whether the row's write is valid
     text: Text  # i32[R, T]
+    exact: jax.Array | None = None  # bool[R]; whether the K/V are exact, None if not or if the spec is not sparse
 
     @property
     def span(self) -> Span:

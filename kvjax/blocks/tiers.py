@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import add, count, fence, loop, pick, put, rank
+from kvjax.blocks.backups import backs_up, droppable, has_backup, is_backup
 from kvjax.events.records import EventKind, Records, no_records, record
 from kvjax.events.transfer import Transfer, orders
 from kvjax.policies.retention import priority_at
@@ -29,12 +30,13 @@ def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax
 
 
 def host_space(group: Group) -> jax.Array:
-    """i32[]; blocks that the host has space for: its empty blocks and the cached blocks that may leave it."""
+    """i32[]; blocks that the host has space for: empty blocks, backups to drop, and cached blocks that may leave it."""
     blocks = group.blocks
     host = host_of(group)
     on_device = group.on_device(group.ids)
     moving = with_ancestors(group, host.pending_transfer != 0, on_device)
-    return host.num_empty + count(~on_device & ~moving & (blocks.refcount == 0) & (blocks.fill > 0))
+    space = host.num_empty + count(~on_device & ~moving & (blocks.refcount == 0) & (blocks.fill > 0))
+    return space + count(droppable(group)[0]) if backs_up(group) else space
 
 
 def find_unevictable(group: Group) -> Group:
@@ -42,13 +44,19 @@ def find_unevictable(group: Group) -> Group:
 
     def find(host: Host) -> Host:
         on_device = host.pool_row < group.empty.shape[0]
-        marked = (host.pending_transfer != 0) | (on_device & (host.num_host_children > 0))
+        moving = host.pending_transfer != 0
+        has_followers = on_device & (host.num_host_children > 0)
+        if host.backup is not None:  # with a backup a block can follow its children, once the backup has arrived
+            waits = (host.backup >= 0) & (group.blocks.fill > 0) & pick(moving, host.backup)
+            moving = (moving & ~is_backup(group)) | waits
+            has_followers = has_followers & ~has_backup(group, group.ids)
+        marked = moving | has_followers
         return host.replace(unevictable=with_ancestors(group, marked, on_device))
 
     return with_host(group, find)
 
 
-def _mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
+def mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
     """bool[B]; `Host.unevictable` with device blocks ids i32[K], where bool[K], and all their ancestors marked too."""
 
     def step(carry):
@@ -66,13 +74,15 @@ def take_over(
     """Gives host blocks target i32[K], where bool[K], the device rows of the equal blocks ids i32[K], all different.
 
     Call it before `merge`, so newly computed K/V need not come from the host. If the block has children that stay on
-    the host, no loop can evict it or its ancestors. Also returns K records, updated, or no records without a host tier.
+    the host and no backup, no loop can evict it or its ancestors. Also returns K records, updated, or no records
+    without a host tier.
     """
     blocks = group.blocks
     host = group.host
     if host is None:
         return group, no_records()
     where = where & ~group.on_device(target)
+    keeps = where & group.arrived(target) if host.backup is not None else where
     device_row = pick(host.pool_row, ids)
     host_row = pick(host.pool_row, target)
     parent = pick(blocks.parent, target)[:, 0]
@@ -90,7 +100,13 @@ def take_over(
     )
     above = blocks.parent[:, 0]
     stays = where & (pick(host.num_host_children, target) > 0)
-    host = host.replace(unevictable=_mark_unevictable(host, above, target, stays))
+    if host.backup is not None:  # the row on the host, which `ids` have now, is a backup if its K/V have arrived
+        keeps = keeps & ((parent < 0) | has_backup(group, parent))
+        pair = jnp.concatenate([target, ids])
+        other = jnp.concatenate([jnp.where(keeps, ids, NO_BLOCK), jnp.where(keeps, target, NO_BLOCK)])
+        host = host.replace(backup=put(host.backup, pair, other, jnp.concatenate([where, where])))
+        stays = stays & ~keeps
+    host = host.replace(unevictable=mark_unevictable(host, above, target, stays))
     blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
@@ -130,7 +146,8 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
     on_device = where & on_device
 
     def push(host: Host) -> Host:
-        (empty, pstate), block, emptied, leaves = fence((host.empty, host.policy), ids, on_host, where)
+        is_empty = on_host if host.backup is None else on_host & (pick(host.backup, ids) < 0)  # or it is a backup
+        (empty, pstate), block, emptied, leaves = fence((host.empty, host.policy), ids, is_empty, where)
         return host.replace(
             empty=put(empty, host.num_empty + rank(emptied), block, emptied),
             num_empty=host.num_empty + count(emptied),

@@ -10,6 +10,9 @@ into parts, by the tiers where they begin and end:
     dropped                          7, 8  ----------->  7, 8      7 is a descendant of 5, 8 a victim for lack of space
     onboarded     9     <----------  9
 
+Blocks with backups leave the device first, without a move (`backups.py`). In their places are then their backups, free
+blocks that leave no contents. Onboarded blocks keep their host rows as backups, as long as there are others.
+
 All pool rows are assigned together: device rows to onboarded blocks, host rows to offloaded blocks, and the remaining
 rows to the empty blocks. So an evicted block may become an empty block of the host if a transfer needs its
 device row.
@@ -25,9 +28,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, add, compact, count, either, is_among, pick, put, rank
+from kvjax.blocks.backups import backs_up, drop_backups, has_backup, keep_rows, leave_by_backup, make_room, settle
 from kvjax.blocks.publish import children_first, descendants, leave_index
 from kvjax.blocks.tiers import find_unevictable, host_of, next_move, updates, with_ancestors
 from kvjax.blocks.victims import Taken, claim
+from kvjax.events.records import joined
 from kvjax.events.transfer import orders
 from kvjax.policies.retention import advance_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
@@ -39,6 +44,7 @@ class Outgoing(Pytree, static=("held", "stays")):
     ids: jax.Array  # i32; children before parents, and no longer counted in the parents' `children`
     where: jax.Array  # bool; the entries that count
     to_host: jax.Array  # bool; whether the block goes to the host or is evicted
+    by_backup: jax.Array | None = None  # i32; blocks that have left by their backups, at the places of these in `ids`
     held: bool = False  # static; whether rows hold the blocks and keep them (a swap)
     stays: bool = False  # static; whether all blocks that go to the host stay there, so its victims are others
 
@@ -63,6 +69,9 @@ class Rows(Pytree):
     num_on_device: jax.Array  # i32[]; free blocks with pool rows on the device
     num_free: jax.Array  # i32[]; free blocks
     num_popped: jax.Array  # i32[]; free blocks that were on the host's stack
+    came_back: jax.Array | None = (
+        None  # i32[.]; the onboarded block that had the row of each free block. None without backups
+    )
 
 
 def take_over_tiers(
@@ -126,9 +135,34 @@ def transfer(
     """
     onboarded = jnp.full((1,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
     need, popped = (jnp.int32(0) if blocks is None else blocks for blocks in (need, popped))
+    if backs_up(group):
+        moves_any = jnp.any(outgoing.where) | jnp.any(onboarded >= 0)
+        group = settle(group, policy, now, moves_any)
+        group, outgoing = leave_without_moves(group, group_index, policy, outgoing)
+        num_lacking = count(outgoing.where & outgoing.to_host) - host_of(group).num_empty - count(onboarded >= 0)
+        group = make_room(group, num_lacking, outgoing.ids.shape[0])
     transfers = plan_transfers(group, policy, outgoing, onboarded, now)
     rows = assign_rows(group, outgoing, transfers, popped)
-    return apply_transfers(group, group_index, policy, outgoing, transfers, rows, need, popped, now)
+    taken = apply_transfers(group, group_index, policy, outgoing, transfers, rows, need, popped, now)
+    if outgoing.by_backup is None:
+        return taken
+    gone = outgoing.by_backup
+    stays = ~pick(is_among(group.ids.size, transfers.removed, transfers.removed >= 0), gone)
+    return taken.replace(
+        updated=joined(updates(group.blocks, group_index, gone, (gone >= 0) & stays, 1), taken.updated)
+    )
+
+
+def leave_without_moves(
+    group: Group, group_index: int, policy: EvictionPolicy, outgoing: Outgoing
+) -> tuple[Group, Outgoing]:
+    """Lets the outgoing blocks with backups go to the host. In their places are then their backups, free blocks."""
+    backed = outgoing.where & has_backup(group, outgoing.ids)
+    gone = jnp.where(backed, outgoing.ids, NO_BLOCK)
+    group = drop_backups(group, outgoing.ids, outgoing.where & ~backed)  # the copies that have not arrived
+    group, ids, _ = leave_by_backup(group, group_index, outgoing.ids, backed, holders=int(outgoing.held), mark=NO_BLOCK)
+    group = group.replace(policy=policy.forgot(group.policy, group.blocks, gone))
+    return group, outgoing.replace(ids=ids, to_host=outgoing.to_host & ~backed, by_backup=gone)
 
 
 def plan_transfers(
@@ -147,6 +181,8 @@ def plan_transfers(
 
     # All descendants of an evicted block leave with it. They are on the host, since leaves leave the device first.
     evicted = outgoing.where & ~outgoing.to_host
+    if outgoing.by_backup is not None:
+        evicted = evicted & (outgoing.by_backup < 0)
     doomed = descendants(
         blocks, is_among(num_ids, ids, evicted), jnp.any(evicted & (pick(host.num_host_children, ids) > 0))
     )
@@ -160,17 +196,20 @@ def plan_transfers(
     offloaded = to_host & ~pick(doomed, ids)
     capacity = host.num_empty + count(pulled_down >= 0) + count(onboarded >= 0)
     overflow = jnp.maximum(count(offloaded) - capacity, 0)
-    victims, host = _host_victims(group, host, policy, outgoing, offloaded, doomed, onboarded, overflow, now)
+    victims, host = choose_host_victims(group, host, policy, outgoing, offloaded, doomed, onboarded, overflow, now)
     ok = ok & (count(victims >= 0) == overflow)
     offloaded = offloaded & ~pick(is_among(num_ids, victims, victims >= 0), ids)
     dropped = jnp.concatenate([pulled_down, jnp.where(pick(is_outgoing, victims), NO_BLOCK, victims)])
 
-    removed = jnp.concatenate([jnp.where(outgoing.where & ~offloaded, ids, NO_BLOCK), dropped])
+    is_evicted = outgoing.where & ~offloaded
+    if outgoing.by_backup is not None:
+        is_evicted = is_evicted & (outgoing.by_backup < 0)
+    removed = jnp.concatenate([jnp.where(is_evicted, ids, NO_BLOCK), dropped])
     removed = children_first(blocks, removed, removed >= 0)
     return Transfers(offloaded, dropped, removed, onboarded, host, ok)
 
 
-def _host_victims(
+def choose_host_victims(
     group: Group,
     host: Host,
     policy: EvictionPolicy,
@@ -192,7 +231,12 @@ def _host_victims(
     # The policy counts only a block's children on the host.
     seen = blocks.replace(refcount=refcount, children=host.num_host_children)
     moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~incoming)
-    pstate = policy.touched(host.policy, seen, jnp.where(offloaded & (not outgoing.held), outgoing.ids, NO_BLOCK), now)
+    arrivals = jnp.where(offloaded & (not outgoing.held), outgoing.ids, NO_BLOCK)
+    if outgoing.by_backup is not None:
+        gone = outgoing.by_backup
+        arrivals = arrivals if outgoing.held else jnp.where(gone >= 0, gone, arrivals)  # in the order of eviction
+        exempt = exempt | is_among(num_ids, gone, gone >= 0) if outgoing.stays else exempt
+    pstate = policy.touched(host.policy, seen, arrivals, now)
 
     def eligible(ids: jax.Array) -> jax.Array:
         on_host = (ids >= 0) & ((pick(host.pool_row, ids) >= group.empty.shape[0]) | pick(incoming, ids))
@@ -218,24 +262,34 @@ def assign_rows(group: Group, outgoing: Outgoing, transfers: Transfers, popped: 
     num_onboarded = count(onboarded >= 0)
     num_offloaded = count(offloaded)
     index = jnp.arange(size, dtype=jnp.int32)
-    num_popped = jnp.maximum(num_offloaded - num_onboarded - count(dropped >= 0), 0)
+    num_dropped = count(dropped >= 0)
+    num_popped = jnp.maximum(num_offloaded - num_onboarded - num_dropped, 0)
+    if backs_up(group):  # rows of onboarded blocks are the last to be used
+        num_popped = jnp.clip(num_offloaded - num_dropped, 0, host.num_empty)
     from_stack = jnp.where(index < popped, pick(group.empty, group.num_empty - 1 - index), NO_BLOCK)
     from_host = jnp.where(index < num_popped, pick(host.empty, host.num_empty - 1 - index), NO_BLOCK)
     left_device = jnp.where(outgoing.where, outgoing.ids, NO_BLOCK)
     device_rows = pick(pool_row, compact(from_stack, left_device)[0])
-    host_rows = pick(pool_row, compact(onboarded, dropped, from_host)[0])
+    leaves_host = compact(onboarded, dropped, from_host)[0]
+    if backs_up(group):  # followers first, and before them what is not findable
+        order = jnp.argsort(
+            jnp.where(pick(group.blocks.fill, onboarded) > 0, -pick(group.blocks.depth, onboarded), -(2**30))
+        )
+        leaves_host = compact(dropped, from_host, pick(onboarded, order))[0]
+    host_rows = pick(pool_row, leaves_host)
     free, num_free = compact(from_stack, jnp.where(offloaded, NO_BLOCK, left_device), dropped, from_host)
     index = jnp.arange(free.shape[0], dtype=jnp.int32)
     num_on_device = popped + count(outgoing.where) - num_onboarded
-    rows = jnp.where(
-        index < num_on_device,
-        pick(device_rows, num_onboarded + index),
-        pick(host_rows, num_offloaded + index - num_on_device),
-    )
+    host_index = num_offloaded + index - num_on_device
+    rows = jnp.where(index < num_on_device, pick(device_rows, num_onboarded + index), pick(host_rows, host_index))
     pool_row = put(pool_row, free, rows, index < num_free)
     pool_row = put(pool_row, outgoing.ids, pick(host_rows, rank(offloaded)), offloaded)
     pool_row = put(pool_row, onboarded, pick(device_rows, rank(onboarded >= 0)), onboarded >= 0)
-    return Rows(pool_row, free, num_on_device, num_free, num_popped)
+    came_back = None
+    if backs_up(group):
+        kept = (index >= num_on_device) & (index < num_free) & (host_index >= num_dropped + num_popped)
+        came_back = jnp.where(kept, pick(leaves_host, host_index), NO_BLOCK)
+    return Rows(pool_row, free, num_on_device, num_free, num_popped, came_back)
 
 
 def apply_transfers(
@@ -281,6 +335,9 @@ def apply_transfers(
     blocks = advance_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
     on_stack = (index >= need) & (index < rows.num_on_device)
     on_host = (index >= rows.num_on_device) & (index < rows.num_free)
+    if rows.came_back is not None:
+        host = host_of(keep_rows(group.replace(host=host), rows.came_back, free))
+        on_host = on_host & (pick(host.backup, free) < 0)
     pstate = policy.forgot(group.policy, blocks, jnp.where(outgoing.where, outgoing.ids, NO_BLOCK))
     host_children = add(host.num_host_children, parent, -1, has_parent, unique=False)
     host = host.replace(

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, fence, last_of_each, pick, put, runs
+from kvjax._arrays import add, count, fence, last_of_each, pick, put, rank, runs
+from kvjax.blocks.backups import backs_up
 from kvjax.blocks.dedup import Dedup, Filled
 from kvjax.blocks.holders import give_back_shared, hold, merge
 from kvjax.blocks.tiers import take_over, touch_host
@@ -84,6 +85,9 @@ def link_blocks(
         num_tokens=fill,
     )
     passed = None if blocks.passed is None else put(blocks.passed, ids, False, where)
+    if backs_up(group):  # which breaks ties between backups
+        time = put(blocks.stored, ids, blocks.clock + rank(where), where)
+        blocks = blocks.replace(stored=time, clock=blocks.clock + count(where))
     group = group.replace(
         blocks=blocks.replace(
             generation=generation,

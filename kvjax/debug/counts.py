@@ -32,9 +32,10 @@ class Stats:
       written_slots: written slots of active blocks. A shared slot counts once.
       reserved_slots: slots of active blocks reserved by a row and not yet written.
       cached_slots: slots of cached blocks with contents.
-      host_blocks: blocks on the host: active + cached + empty. The slots above are on the device.
+      host_blocks: blocks on the host: active + cached + backup + empty. The slots above are on the device.
       host_active_blocks: blocks on the host held by swapped-out rows or by pins.
       host_cached_blocks: blocks on the host with reusable contents.
+      host_backup_blocks: blocks on the host with copies of blocks on the device.
       host_empty_blocks: blocks on the host without contents.
       in_transit_blocks: blocks on the move, counted on their new tier.
     """
@@ -53,6 +54,7 @@ class Stats:
     host_blocks: int = 0
     host_active_blocks: int = 0
     host_cached_blocks: int = 0
+    host_backup_blocks: int = 0
     host_empty_blocks: int = 0
     in_transit_blocks: int = 0
 
@@ -125,7 +127,8 @@ def tally(state: CacheState, seen: Inspection) -> Stats:
     """Counts of an inspected group of `state`."""
     active = seen.condition == Condition.ACTIVE
     cached = seen.condition == Condition.CACHED
-    _, *device, host_empty, host_cached, host_active = np.bincount(seen.condition, minlength=len(Condition)).tolist()
+    num_by_condition = np.bincount(seen.condition, minlength=len(Condition)).tolist()
+    _, *device, host_empty, host_cached, host_active, host_backup = num_by_condition
     return Stats(
         block_size=state.spec.block_size,
         num_rows=state.spec.max_seqs,
@@ -138,7 +141,8 @@ def tally(state: CacheState, seen: Inspection) -> Stats:
         written_slots=int(np.sum(seen.written[active])),
         reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
         cached_slots=int(np.sum(seen.fill[cached])),
-        host_blocks=host_empty + host_cached + host_active,
+        host_blocks=host_empty + host_cached + host_active + host_backup,
+        host_backup_blocks=host_backup,
         host_empty_blocks=host_empty,
         host_cached_blocks=host_cached,
         host_active_blocks=host_active,
@@ -151,10 +155,12 @@ def count_lines(stats: Stats, since: Stats | None = None) -> list[str]:
     if since is None and not stats.num_blocks:
         return ["num_blocks out of range: no block is in use"]
     count = lambda name: change(getattr(since or stats, name), getattr(stats, name))  # noqa: E731
-    blocks, on_host = (
-        ", ".join(f"{count(f'{tier}{kind}_blocks')} {kind}" for kind in ("active", "cached", "empty"))
-        for tier in ("", "host_")
-    )
+    kinds = "active", "cached", "empty"
+    host_kinds = "active", "cached", "backup", "empty"
+    if not stats.host_backup_blocks and not (since and since.host_backup_blocks):
+        host_kinds = kinds
+    blocks = ", ".join(f"{count(f'{kind}_blocks')} {kind}" for kind in kinds)
+    on_host = ", ".join(f"{count(f'host_{kind}_blocks')} {kind}" for kind in host_kinds)
     slots = "" if since else f"; {stats.filled_slots:,} of {stats.total_slots:,} slots filled"
     rows = f"{count('active_rows')} of {stats.num_rows:,} rows in use"
     lines = [f"{count('num_blocks')} blocks: {blocks}{slots}; {rows}"]

@@ -16,7 +16,8 @@ from kvjax.state import NO_BLOCK, CacheState
 class Condition(enum.IntEnum):
     """The condition of a block. UNUSED blocks lie beyond the capacity of the state.
 
-    The last three are the conditions of blocks on the host. Swapped-out rows and pins hold ON_HOST_ACTIVE blocks.
+    The last four are the conditions of blocks on the host. Swapped-out rows and pins hold ON_HOST_ACTIVE blocks. An
+    ON_HOST_BACKUP has a copy of a block on the device.
     """
 
     UNUSED = 0
@@ -26,6 +27,7 @@ class Condition(enum.IntEnum):
     ON_HOST_EMPTY = 4
     ON_HOST_CACHED = 5
     ON_HOST_ACTIVE = 6
+    ON_HOST_BACKUP = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Inspection:
     @property
     def used(self) -> np.ndarray:
         """bool[B]; blocks that are active or cached, on either tier."""
-        idle = (Condition.UNUSED, Condition.EMPTY, Condition.ON_HOST_EMPTY)
+        idle = (Condition.UNUSED, Condition.EMPTY, Condition.ON_HOST_EMPTY, Condition.ON_HOST_BACKUP)
         return ~np.isin(self.condition, idle) | self.moving
 
     @property
@@ -86,6 +88,8 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     condition = np.where(blocks.refcount > 0, Condition.ACTIVE, condition)
     unused = (condition == Condition.EMPTY) & (ids >= inspected.num_blocks) & (ids < len(inspected.empty)) & on_device
     condition = np.where(on_device, condition, condition + (Condition.ON_HOST_EMPTY - Condition.EMPTY))
+    if inspected.host is not None and inspected.host.backup is not None:
+        condition = np.where((inspected.host.backup >= 0) & (blocks.fill == 0), Condition.ON_HOST_BACKUP, condition)
     written = np.maximum(reach(seqs.committed), blocks.fill)
     holes = np.zeros(table.shape, np.bool_) if group or seqs.holes is None else seqs.holes
     counted = is_block & ~holes & on_device[np.where(is_block, table, 0)]

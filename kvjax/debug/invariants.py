@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from kvjax.blocks import index
+from kvjax.blocks.backups import LEFT
 from kvjax.checks import on_state
 from kvjax.debug.text import seqs, show
 from kvjax.policies.ring import Ring
@@ -132,14 +133,45 @@ def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, 
     findable = blocks.fill > 0
     child = np.flatnonzero(findable & (parent >= 0) & (parent < len(ids)))
     below = np.bincount(parent[child[on_host[child]]], minlength=len(ids))
-    return {
+    moving = host.pending_transfer != 0
+    copies = np.zeros(len(ids), bool) if host.backup is None else (host.backup >= 0) & ~findable
+    empty = empty & ~copies
+    rules = {} if host.backup is None else _backup_rules(group, on_host, copies)
+    return rules | {
         "every_pool_row_belongs_to_one_block": sorted(host.pool_row.tolist()) == ids.tolist(),
         "blocks_out_of_use_keep_their_pool_rows": host.pool_row[unused] == ids[unused],
         "the_stack_of_the_host_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
         "children_on_the_host_are_counted": host.num_host_children == below,
         "a_device_block_has_its_parent_on_the_device": on_host[child] | ~on_host[parent[child]],
-        "only_blocks_with_contents_are_on_the_move": (host.pending_transfer == 0) | findable | (blocks.refcount > 0),
+        "only_blocks_with_contents_are_on_the_move": ~moving | findable | (blocks.refcount > 0) | copies,
         "moves_were_ordered": (host.pending_transfer == 0) | (_after(host.num_moves, host.pending_transfer) >= 0),
+    }
+
+
+def _backup_rules(group: Any, on_host: np.ndarray, copies: np.ndarray) -> dict[str, Any]:
+    """The rules of a group with backups. The blocks `copies` bool[B] are backups, and those `on_host` on the host."""
+    blocks = group.blocks
+    host = group.host
+    parent = blocks.parent[:, 0]
+    findable = blocks.fill > 0
+    paired = np.flatnonzero(host.backup >= 0)
+    backed = (host.backup >= 0) & findable
+    child = np.flatnonzero(backed & (parent >= 0))
+    waits = np.where(backed, host.pending_transfer[host.backup], 0)
+    left = host.backup == LEFT
+    followed = ~on_host & (host.num_host_children > 0) & (~backed | (waits != 0))
+    return {
+        "backups_name_each_other": host.backup[host.backup[paired]] == paired,
+        "a_backup_belongs_to_a_findable_block": findable[host.backup[copies]],
+        "a_block_with_contents_is_no_backup": copies[host.backup[backed]],
+        "blocks_with_backups_are_on_the_device": ~on_host[backed],
+        "backups_are_on_the_host": on_host[copies],
+        "nobody_holds_a_backup": blocks.refcount[copies] == 0,
+        "the_parent_of_a_block_with_a_backup_has_one": backed[parent[child]],
+        "backups_arrive_after_those_of_their_prefixes": (waits[parent[child]] == 0)
+        | (waits[parent[child]] == waits[child]),
+        "blocks_that_left_are_on_the_host": on_host[left] & findable[left],
+        "device_blocks_with_children_on_the_host_and_no_backup_stay": ~followed | host.unevictable,
     }
 
 
@@ -226,6 +258,9 @@ def _check_ring(group: Any, ring: Ring, device: bool) -> list[str]:
     position = int(ring.head) + np.arange(max(min(held, len(ring.order)), 0))
     ids = ring.order[position & (len(ring.order) - 1)]
     live = (_after(ring.stamp[ids], position) == 0) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
+    if group.tiered and group.host.backup is not None:  # the host's ring learns of those that left between loops
+        in_tier = in_tier & (group.host.backup != LEFT)
+        live = live & (group.host.backup[ids] != LEFT)
     cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & in_tier)
     return _failures(
         the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),

@@ -28,6 +28,7 @@ _COLOURS = {
     "unknown": RED,
     "host active": TEAL,
     "host cached": GREEN,
+    "host backup": "#9fd0b8",
     "host empty": "#dcebe4",
     "moving": PINK,
     "gap": "#ffffff",
@@ -39,6 +40,7 @@ _KINDS = {
     Condition.ON_HOST_ACTIVE: "host active",
     Condition.ON_HOST_CACHED: "host cached",
     Condition.ON_HOST_EMPTY: "host empty",
+    Condition.ON_HOST_BACKUP: "host backup",
 }
 _NAMES = {
     "active": "active, one holder",
@@ -47,6 +49,7 @@ _NAMES = {
     "empty": "empty",
     "host active": "on the host, swapped out",
     "host cached": "on the host, cached",
+    "host backup": "on the host, a copy",
     "host empty": "on the host, empty",
     "moving": "on the move",
 }

@@ -29,6 +29,7 @@ _SIGNS = {
     Condition.ON_HOST_EMPTY: "-",
     Condition.ON_HOST_CACHED: "h",
     Condition.ON_HOST_ACTIVE: "s",
+    Condition.ON_HOST_BACKUP: "b",
 }
 _TO_DEVICE = "<"
 _TO_HOST = ">"
@@ -267,7 +268,9 @@ def _map(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
     else:
         legend = f"a character for {per_cell:,} blocks; most of them a: active, c: cached, .: empty"
     if host:
-        legend += "; on the host s: swapped out, h: cached, -: empty"
+        has_backups = bool((seen.condition == Condition.ON_HOST_BACKUP).any())
+        copies = ", b: copies of device blocks" if has_backups else ""
+        legend += f"; on the host s: swapped out, h: cached{copies}, -: empty"
     if host and per_cell == 1:
         legend += f"; {_TO_HOST}: on the way there, {_TO_DEVICE}: back"
     yield from textwrap.wrap(f"blocks ({legend})", width)

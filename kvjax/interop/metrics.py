@@ -280,7 +280,8 @@ def _read(state: CacheState, groups: range) -> tuple[list[Any], np.ndarray]:
     for group_index, seen in inspected.items():
         group = state.spec.groups[group_index]
         for tier, prefix in zip(_TIERS, ("", "ON_HOST_")[: 1 + bool(group.num_host_blocks)], strict=False):
-            for name in ("active", "cached", "empty"):
+            has_backups = prefix and state.spec.backups
+            for name in ("active", "cached", "empty", *(("backup",) if has_backups else ())):
                 has_condition = seen.condition == Condition[prefix + name.upper()]
                 blocks[group_index, tier, name] = int(np.sum(has_condition))
                 slots[group_index, tier, name] = int(np.sum(seen.written[has_condition]))

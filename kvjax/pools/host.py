@@ -25,13 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree
+from kvjax._arrays import Pytree, compact, pick
 from kvjax._compile import own_transfers
 from kvjax.events.transfer import Transfer
 from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK
 from pallas_kernels.by_token import blocks_by_head
+from pallas_kernels.loops import while_loop
 
 # The numbers of moves in a program, the largest first. Any number of moves is a sum of these sizes, so no batch is
 # padded.
@@ -129,6 +130,51 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
         pools = _with(pools, group_index, tiers[0])
         host = _with(host, group_index, tiers[1])
     return pools, host
+
+
+def move_inside(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, HostPools]:
+    """Makes moves inside a program, such as a jitted loop, which carries both pools. Donate both.
+
+    All moves of a call go in the same direction, so no move overwrites the source of another. The program's later
+    operations come after them.
+
+    Args:
+      pools: the device's K/V.
+      host: the host's K/V.
+      transfer: the ordered moves.
+    """
+    for group_index in pools.spec.host_groups:
+        num_device_blocks = pools.spec.groups[group_index].num_blocks
+        is_move = (transfer.block != NO_BLOCK) & (transfer.group == group_index)
+        to_host = is_move & (transfer.target >= num_device_blocks)
+        index = jnp.arange(is_move.size, dtype=jnp.int32)
+        tiers = [arrays_of(pools, group_index), arrays_of(host, group_index)]
+        for where, first, second in (to_host, 0, 1), (is_move & ~to_host, 1, 0):
+            order, num_moves = compact(jnp.where(where, index, -1))
+            sources, targets = (
+                pick(rows, order) - num_device_blocks * (tier == 1)
+                for rows, tier in ((transfer.source, first), (transfer.target, second))
+            )
+            tiers[second] = _copy_counted(tiers[second], tiers[first], sources, targets, num_moves)
+        pools = _with(pools, group_index, tiers[0])
+        host = _with(host, group_index, tiers[1])
+    return pools, host
+
+
+def _copy_counted(targets: Any, sources: Any, source_rows: jax.Array, target_rows: jax.Array, count: jax.Array) -> Any:
+    """Copies the first i32[] `count` of the blocks source_rows i32[K] to target_rows i32[K], in any memory."""
+
+    def copy(carry):
+        turn, targets = carry
+
+        def put(target, source):
+            block = _block(source, pick(source_rows, turn), jax.typeof(target).memory_space)
+            row = pick(target_rows, turn)
+            return lax.dynamic_update_index_in_dim(target, block, row, 0, allow_negative_indices=False)
+
+        return turn + 1, jax.tree.map(put, targets, sources)
+
+    return while_loop(lambda carry: carry[0] < count, copy, (jnp.int32(0), targets))[1]
 
 
 def read_blocks(host: HostPools, group_index: int, index: np.ndarray) -> Any:

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax.checks import flags, static_int
 from kvjax.pools.views import View, packed
+from kvjax.spec import CacheSpec
 
 _chosen_by = jax.make_user_context(None)  # a part of the keys of jax's caches
 
@@ -24,12 +25,21 @@ def sparse_attention(choose: Callable[..., View]) -> contextlib.AbstractContextM
     too, and reads the view that it returns. Layers with windows read all blocks as before. A jitted function is traced
     anew for each `choose`, so use one function for many calls.
 
+    K/V computed in the context are approximate, so `view` has to be of a cache with `make_spec(sparse=True)`; see
+    `select_blocks`.
+
     Args:
       choose: a function to return `select_blocks` of the view, or the view itself.
 
     Example:
       >>> spec = kvjax.make_spec(
-      ...     [kvjax.LayerSpec(1, 2)], num_blocks=8, max_seqs=1, max_length=32, block_size=4, dtype="float32"
+      ...     [kvjax.LayerSpec(1, 2)],
+      ...     num_blocks=8,
+      ...     max_seqs=1,
+      ...     max_length=32,
+      ...     block_size=4,
+      ...     dtype="float32",
+      ...     sparse=True,
       ... )
       >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(12), 12)
       >>> view, v = kvjax.view(state, 12), jnp.arange(24.0).reshape(1, 12, 1, 2)
@@ -45,10 +55,24 @@ def sparse_attention(choose: Callable[..., View]) -> contextlib.AbstractContextM
     return _chosen_by(choose)
 
 
+def check_whole(exact: Any) -> None:
+    """Raises a ValueError if K/V of a model call in this context are said to be exact."""
+    if exact is not None and exact is not False and _chosen_by.value is not None:
+        raise ValueError(f"exact: got {exact!r:.80} in a context of sparse_attention, wanted None: K/V are approximate")
+
+
 def chosen_view(view: View, window: int | None, *args: Any, **options: Any) -> View:
     """The view that a layer reads: the view itself, except in a context of `sparse_attention`."""
     choose = _chosen_by.value
-    return view if choose is None or window is not None else choose(*args, view, **options)
+    if choose is None:
+        return view
+    _check_sparse(view.spec)
+    return view if window is not None else choose(*args, view, **options)
+
+
+def _check_sparse(spec: CacheSpec | None) -> None:
+    if spec is not None and not spec.sparse:
+        raise ValueError("view: got one of a cache with sparse=False, wanted make_spec(..., sparse=True)")
 
 
 def select_blocks(view: View, columns: ArrayLike, group: int = 0) -> View:
@@ -62,16 +86,21 @@ def select_blocks(view: View, columns: ArrayLike, group: int = 0) -> View:
     Blocks that a window group no longer holds stay unread, and its sinks are always read. The `window` of `attend`
     counts the tokens that are read.
 
+    K/V that a model computes from such a view are approximate. So the cache has to be made with
+    `make_spec(sparse=True)`: after a `commit` without `exact=True` a row publishes nothing, and no other request can
+    find these K/V.
+
     Args:
       view: a view in any form.
       columns: bool[R, M]; the blocks to read. bool[M] applies to all rows.
       group: the index of the group of layers whose table is packed. Others keep theirs.
 
     Raises:
-      ValueError: if an argument has a wrong shape or dtype, the group is recurrent, or the view has no spec.
+      ValueError: if an argument has a wrong shape or dtype, the group is recurrent, or the view has no spec, or one
+        that is not sparse.
 
     Example:
-      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
+      >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4, sparse=True)
       >>> state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(10), 10)
       >>> state, _ = kvjax.commit(state, np.arange(18).reshape(2, 9), [9, 0])
       >>> view = kvjax.view(state, 1)
@@ -85,6 +114,7 @@ def select_blocks(view: View, columns: ArrayLike, group: int = 0) -> View:
     """
     if not isinstance(view, View) or view.spec is None:
         raise ValueError(f"view: got {view!r:.80}, wanted a View of a cache, such as kvjax.view makes")
+    _check_sparse(view.spec)
     group = static_int("group", group, 0)
     if group >= len(view.tables) or view.spec.groups[group].recurrent:
         raise ValueError(f"group: got {group}, wanted one of the {len(view.tables)} groups with K/V or latents")

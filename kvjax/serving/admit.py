@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import FEW, Pytree, compact, count, fence, once, pick, put
+from kvjax.blocks import windows
+from kvjax.blocks.backups import would_lose
 from kvjax.blocks.rows import fit, most_columns
 from kvjax.cache import Cache
 from kvjax.events.log import Log, num_free
@@ -16,6 +18,7 @@ from kvjax.pools.device import apply
 from kvjax.serving.capacity import admission_events, max_blocks, reserved, sample_blocks
 from kvjax.serving.decode import append_events
 from kvjax.serving.options import Scheduler, first, sort_keys
+from kvjax.serving.program_tier import find_on_both, moved
 from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.state import NO_BLOCK, Match
 from kvjax.verbs._request import TIERS, checked_prompt, checked_text
@@ -86,15 +89,23 @@ def _admit_one(
     spec = state.spec
     text = checked_text(state.spec, tokens, None)
     text = checked_prompt(text, request.num_tokens, request.namespace, spec.block_size)
-    match = find(state, text, TIERS[0], scheduler.alignment_tokens)
+    in_program = serving.host is not None
+    if in_program:
+        match = find_on_both(state, text, scheduler)
+    else:
+        match = find(state, text, TIERS[0], scheduler.alignment_tokens)
     samples = serving.requests.samples_of(slot)
     fits, evicts = _fits(serving, scheduler, slot, match, samples)
     can_admit = fits & (count(serving.free) > count(samples))
     can_admit = can_admit & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
-    if spec.has_host:  # inside a loop, evicted blocks do not go there
+    if spec.has_host and not in_program:  # inside a loop, evicted blocks go there only if they have copies
         match_on_both = find(state, text, TIERS[1], scheduler.alignment_tokens)
         is_worth_it = match_on_both.host_tokens >= scheduler.min_onboard * spec.block_size
-        onboards = can_admit & (is_worth_it | evicts) & request.onboard
+        if spec.backups:
+            loses = _loses(serving, scheduler, slot, match, now) if scheduler.stop_before_loss else jnp.bool_(False)
+        else:
+            loses = evicts
+        onboards = can_admit & (is_worth_it | loses) & request.onboard
         serving = serving.replace(onboard_slot=jnp.where(onboards, slot, serving.onboard_slot))
         can_admit = can_admit & ~onboards
     row = jnp.argmax(serving.free).astype(jnp.int32)
@@ -106,7 +117,10 @@ def _admit_one(
         serving, log, _, _ = carry
         state = serving.cache.state
         retention = _retention(serving, slot)
-        state, events, sources = admit_row(state, row, text, match, retention, now, reserve_tokens, TIERS[0], width)
+        state, events, sources = admit_row(
+            state, row, text, match, retention, now, reserve_tokens, TIERS[0], width, in_program
+        )
+        serving = moved(serving, events) if in_program else serving
         cache = Cache(release_sources(state, sources), apply(serving.cache.pools, events))
         serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
         # Fenced as in a mixed step, because nothing reads the text any more.
@@ -154,6 +168,21 @@ def _fits(
         fits = fits & (num_needed <= limit)
         evicts = evicts | (num_needed - count(is_cached & ~is_held) > limit - group.num_cached)
     return fits, evicts
+
+
+def _loses(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, now: jax.Array) -> jax.Array:
+    """bool[]; whether the admission of a request would evict blocks that have no copy on the host."""
+    state = serving.cache.state
+    num_tokens = serving.requests[slot].num_tokens
+    if len(state.groups) > 1:  # it takes the blocks of its first chunk
+        num_tokens = jnp.minimum(num_tokens, match.cached_tokens + scheduler.chunk)
+    num_new = -(-num_tokens // state.spec.block_size) - match.num_blocks
+    loses = jnp.bool_(False)
+    for group_index, group in enumerate(state.groups):
+        found = group.in_this_group(match.blocks)
+        policy = windows.policy_of(state, group_index)
+        loses = loses | would_lose(group, policy, num_new, match.blocks.shape[0], now, spared=found)
+    return loses
 
 
 def _waits_for_prefix(

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, pick
-from kvjax.blocks.rows import table_entry
+from kvjax.blocks import backups, windows
+from kvjax.blocks.rows import most_columns, table_entry
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving
 from kvjax.spec import CacheSpec, Kind
@@ -47,6 +48,25 @@ def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> li
     next_tokens = jnp.where(serving.decoding, 1, jnp.where(chunks, jnp.minimum(pending, scheduler.chunk), 0))
     needed = needs(state, state.seqs.committed + next_tokens)
     return [jnp.sum(blocks, dtype=jnp.int32) for blocks in needed]
+
+
+def would_lose(serving: Serving, scheduler: Scheduler, now: jax.Array) -> jax.Array:
+    """bool[]; whether the next step may evict blocks that have no copy on the host."""
+    state = serving.cache.state
+    spec = state.spec
+    request = serving.by_row
+    k = scheduler.max_steps(spec)
+    decoded = jnp.minimum(request.max_tokens - request.num_tokens, k)
+    chunks = jnp.minimum(serving.num_pending, scheduler.chunk)
+    next_tokens = jnp.where(serving.decoding, decoded, jnp.where(serving.prefilling, chunks, 0))
+    needed = needs(state, state.seqs.committed + next_tokens)
+    loses = jnp.bool_(False)
+    for group_index, (group, blocks) in enumerate(zip(state.groups, needed, strict=True)):
+        columns = most_columns(max(k, scheduler.chunk), spec.block_size)
+        size = min(spec.max_seqs * columns, spec.groups[group_index].num_blocks)
+        policy = windows.policy_of(state, group_index)
+        loses = loses | backups.would_lose(group, policy, jnp.sum(blocks, dtype=jnp.int32), size, now)
+    return loses
 
 
 def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:

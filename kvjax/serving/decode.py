@@ -29,7 +29,6 @@ from kvjax._arrays import Pytree, pick
 from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog, Log, append, init_log, num_free
 from kvjax.events.records import Events
-from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.serving.capacity import num_steps, worst_events
@@ -52,6 +51,7 @@ def step[C: AnyCache](
     *,
     now: Any = 0,
     logits: Literal["last", "all"] = "last",
+    exact: Any = None,
 ) -> tuple[C, jax.Array, Events]:
     """Computes and commits the next tokens of rows for which `admit` or `extend` made room. Jit and donate it.
 
@@ -64,6 +64,7 @@ def step[C: AnyCache](
       seqs: i32[R]; the rows, padded with -1. None means all S rows.
       now: i32[] ms.
       logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
+      exact: bool[] or bool[R]; see `commit`.
 
     Returns:
       The cache, logits f32[R, V] after each row's last token or f32[R, C, V] after every token, and the events. Logits
@@ -71,7 +72,7 @@ def step[C: AnyCache](
 
     Raises:
       ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something
-        else, or cannot give all logits.
+        else, or cannot give all logits; also for `exact` in a context of `sparse_attention`.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -84,7 +85,7 @@ def step[C: AnyCache](
       (10, [10, 0])
     """
     check_cache(cache)
-    return cache.step(model, tokens, count, seqs, now=now, logits=logits)
+    return cache.step(model, tokens, count, seqs, now=now, logits=logits, exact=exact)
 
 
 def check_cache(cache: Any) -> None:
@@ -344,17 +345,8 @@ def decode_log(spec: CacheSpec, steps: int) -> EventLog:
 
 
 def append_events(log: Log, *events: Events) -> Log:
-    """Appends events to the log, by a single kernel where there is a kernel for it."""
-    if log is None:
-        return None
-
-    def kernel(log: EventLog, *events: Events, interpret: bool = False) -> EventLog:
-        from kvjax.gpu import log as log_kernel  # late: to import Triton takes a tenth of a second
-
-        return log_kernel.append_events(log, events, interpret)
-
-    is_small = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
-    return fused(kernel, append, log, *events) if is_small else append(log, *events)
+    """Appends events to the log, if there is one."""
+    return None if log is None else append(log, *events)
 
 
 def decode(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier of a driver. Blocks move between the tiers before and after a loop, because a loop cannot move them."""
+"""The host tier of a driver. Blocks move between the tiers before and after a loop, because a loop cannot move them.
+
+In a cache with backups, blocks are copied before the loop that may evict them. Otherwise they leave the device ahead.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from kvjax.serving.admit import has_row
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import leave, swaps
+from kvjax.serving.requests import Stage
 from kvjax.tiered import FailedTransfer, TieredCache
 
 _has_row = OutermostJit(has_row, donate_argnums=0)
@@ -41,7 +45,10 @@ class HostTier[C: AnyCache]:
         host = self.state.host
         for group_index in self.groups:
             compile_moves(state.cache.pools, cast(HostPools, host), group_index)
-            self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
+            if self.spec.backups:
+                self.call(TieredCache.backup, max_blocks=self._max_copied(group_index), group=group_index)
+            else:
+                self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
         if self.groups:
             self.onboard(jax.device_get(state.serving.requests), 0, 0)  # refused, because it has no tokens
             state.serving = _leave(state.serving, np.int32(0), np.bool_(False))
@@ -57,19 +64,53 @@ class HostTier[C: AnyCache]:
             columns += self.spec.max_blocks_per_seq
         return min(self.spec.max_seqs * columns, self.spec.groups[group_index].num_blocks)
 
-    def empty_blocks(self) -> None:
-        """Offloads blocks until enough are empty for the next loop, as far as the host has space."""
-        if not self.groups:
-            return
+    def _max_copied(self, group_index: int) -> int:
+        """The maximum blocks of a group to copy before a loop: those for its steps and for prompts in all rows."""
+        columns = -(-self.state.serving.width // self.spec.block_size)
+        num_taken = self._max_taken(group_index) + self.spec.max_seqs * columns
+        return min(num_taken, self.spec.groups[group_index].num_blocks)
+
+    def _num_needed(self, with_prompts: bool) -> int:
+        """The maximum blocks taken by the next loop: for its steps, and for waiting prompts if `with_prompts`."""
         requests = self.state.serving.requests
+        num_tokens = np.asarray(requests.num_tokens)
         slots = np.asarray(self.state.serving.row)
         slots = slots[slots >= 0]
-        num_tokens = np.asarray(requests.num_tokens)[slots]
-        max_tokens = np.asarray(requests.max_tokens)[slots]
+        num_remaining = np.asarray(requests.max_tokens)[slots] - num_tokens[slots]
         block_size = self.spec.block_size
-        num_needed = int(np.sum(-(-np.minimum(max_tokens - num_tokens, self.steps) // block_size) + 1))
+        num_needed = int(np.sum(-(-np.minimum(num_remaining, self.steps) // block_size) + 1))
+        if with_prompts:
+            is_waiting = np.asarray(requests.stage) == Stage.WAITING
+            num_needed += int(np.sum(-(-num_tokens[is_waiting] // block_size) + 1))
         if len(self.spec.groups) > 1:
-            num_needed += int(np.sum(-(-num_tokens // block_size)))
+            num_needed += int(np.sum(-(-num_tokens[slots] // block_size)))
+        return num_needed
+
+    def back_up(self, num_needed: int) -> bool:
+        """Copies the next victims to the host, if fewer than `num_needed` blocks of their group are empty.
+
+        Returns whether it has copied any.
+        """
+        has_copied = False
+        for group_index in self.groups:
+            target = min(num_needed, self.spec.groups[group_index].num_blocks)
+            if int(self.state.cache.state.groups[group_index].num_empty) < target:
+                max_copied = self._max_copied(group_index)
+                events, *_ = self.call(TieredCache.backup, max_blocks=max_copied, group=group_index)
+                has_copied = has_copied or bool(np.any(np.asarray(events.transfer.block) >= 0))
+        return has_copied
+
+    def empty_blocks(self) -> None:
+        """Makes it possible for the next loop to take blocks without a loss, as far as the host has space.
+
+        It copies blocks to the host, or offloads blocks until enough are empty.
+        """
+        if not self.groups:
+            return
+        if self.spec.backups:
+            self.back_up(self._num_needed(with_prompts=True))
+            return
+        num_needed = self._num_needed(with_prompts=False)
         for group_index in self.groups:
             target = min(num_needed, self.spec.groups[group_index].num_blocks)
             options = {"max_blocks": self._max_taken(group_index), "group": group_index}
@@ -79,7 +120,10 @@ class HostTier[C: AnyCache]:
                 target = num_empty if is_over else (num_empty + target) // 2
 
     def make_empty(self, blocks: int) -> None:
-        """Offloads blocks until this many are empty in each group, as far as the host has space."""
+        """Offloads or copies blocks, so `blocks` can be taken in each group without a loss if the host has space."""
+        if self.spec.backups:
+            self.back_up(blocks)
+            return
         for group_index in self.groups:
             max_taken = self._max_taken(group_index)
             group_spec = self.spec.groups[group_index]
@@ -92,7 +136,11 @@ class HostTier[C: AnyCache]:
                 num_empty = int(self.state.cache.state.groups[group_index].num_empty)
 
     def empty_refused(self) -> None:
-        """Empties blocks that the loop could not take, because they have children on the host."""
+        """Empties or copies blocks that the loop could not take, because they have children on the host."""
+        if self.spec.backups:
+            if self.back_up(self.spec.groups[0].num_ids):
+                self._set_refused(0)
+            return
         before = [int(group.num_empty) for group in self.state.cache.state.groups]
         self.empty_blocks()
         groups = self.state.cache.state.groups

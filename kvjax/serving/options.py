@@ -55,6 +55,8 @@ class Scheduler:
       max_skips: maximum requests passed over by a step because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       min_onboard: minimum number of a request's host blocks to bring back. To do so, the loop ends.
+      stop_before_loss: whether the loop ends before a step that would evict blocks without copies on the host
+        (`make_spec(backups=True)`), so the host can copy them first. A loop always runs its first step.
       coalesce: a step is mixed if this many rows have pending chunks, or after this many blocks of steps.
       canonical: whether the bits of tokens and log-probabilities depend neither on the cache nor on other requests,
         provided that only canonical runs have used this cache. Each chunk then belongs to a single row, begins at a
@@ -91,6 +93,7 @@ class Scheduler:
     max_skips: int = 4
     wait_for_prefix: bool = True
     min_onboard: int = 1
+    stop_before_loss: bool = False
     coalesce: int = 1
     canonical: bool = False
     order: Order = by_priority
@@ -117,7 +120,7 @@ class Scheduler:
         for name, values in kinds.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {values}")
-        for name in ("wait_for_prefix", "canonical"):
+        for name in ("wait_for_prefix", "stop_before_loss", "canonical"):
             check_bool(name, getattr(self, name))
         if self.canonical and self.reserve == "num_tokens":
             raise ValueError("reserve: got 'num_tokens' with canonical=True, wanted 'max_tokens' or 'batch'")
@@ -134,6 +137,8 @@ class Scheduler:
             raise ValueError(f"chunk: got {self.chunk}, wanted a multiple of the block size, {spec.block_size}")
         if self.preempt == "swap" and not spec.has_host:
             raise ValueError("preempt: got 'swap', wanted 'recompute' (the cache has no host tier)")
+        if self.stop_before_loss and not spec.backups:
+            raise ValueError("stop_before_loss: got True, wanted False (the spec was made with backups=False)")
 
     def max_steps(self, spec: CacheSpec) -> int:
         """The maximum decode steps of a block. Raises a ValueError if k is out of range."""

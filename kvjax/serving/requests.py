@@ -25,10 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree, pick, put, runs
-from kvjax.cache import Cache
+from kvjax.cache import AnyCache, Cache
 from kvjax.checks import static_int
 from kvjax.events.records import Named
 from kvjax.policies.retention import Retention
+from kvjax.pools.host import HostPools
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.speculation_stats import DraftStats
 
@@ -198,6 +199,7 @@ class Serving(Pytree, static=("width", "logprobs")):
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for more chunks.
       onboard_slot: i32[]; slot of the request whose blocks on the host are brought back between loops; or -1.
       kept_rows: i32[W]; rows kept by finished requests, or -1. None releases all rows.
+      host: the host's pools, for steps that move blocks themselves. None means steps move nothing.
       width: static; maximum tokens of a request when it is admitted.
       logprobs: static; "raw" or "sampling", the distribution of the log-probabilities (`sample`).
     """
@@ -217,6 +219,7 @@ class Serving(Pytree, static=("width", "logprobs")):
     width: int
     logprobs: str = "raw"
     kept_rows: jax.Array | None = None
+    host: HostPools | None = None
 
     @property
     def by_row(self) -> Requests:
@@ -271,7 +274,7 @@ class Serving(Pytree, static=("width", "logprobs")):
 
 
 def init_serving(
-    cache: Cache,
+    cache: AnyCache,
     max_tokens: Sequence[int],
     *,
     capacity: int | None = None,
@@ -288,7 +291,8 @@ def init_serving(
     """Makes empty slots for requests, W = len(max_tokens), over a cache.
 
     Args:
-      cache: the cache. Rows in use are left alone.
+      cache: the cache. Rows in use are left alone. With a `TieredCache`, whose spec has backups, the program of a step
+        also moves blocks between the tiers, and `serving.host` has the host's pools afterwards.
       max_tokens: maximum tokens of a request in each slot, including generated tokens.
       capacity: F, to reserve more than the slots need, so few shapes are compiled.
       width: maximum tokens of a request when it is admitted, including generated tokens of a preempted request. The
@@ -331,7 +335,15 @@ def init_serving(
     }
     largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
     width = largest if width is None else static_int("width", width, 1)
-    return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
+    state = jax.device_put(state)
+    return Serving(cache=cache.cache, width=width, logprobs=logprobs, host=_host_of(cache), **state)
+
+
+def _host_of(cache: AnyCache) -> HostPools | None:
+    """The host's pools of a cache, for a program that moves blocks. None without a host tier."""
+    if cache.host is not None and not cache.state.spec.backups:
+        raise ValueError("cache: got a TieredCache without backups, wanted a Cache or make_spec(backups=True)")
+    return cache.host
 
 
 def _empty_requests(
@@ -396,6 +408,8 @@ class Output:
     Attributes:
       tokens: generated tokens, including the stop token.
       logprobs: log-probabilities of `tokens`; see `RunOptions`.
+      versions: for each token, the number of updates of the engine's weights before it was chosen; empty in `results`.
+      mixed: whether it went on over K/V of older weights after an update (`Engine.update`).
       top_logprobs: for each token, the likeliest tokens in order with their log-probabilities; empty unless requested.
       prompt_tokens: number of prompt tokens.
       prompt_logprobs: log-probability of each prompt token from `Request.prompt_logprobs_from` on, from the raw logits;
@@ -427,6 +441,8 @@ class Output:
     prompt_top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    versions: list[int] = dataclasses.field(default_factory=list)
+    mixed: bool = False
     reason: str | None = dataclasses.field(default=None, compare=False)  # depends on the other requests of a run
 
     def add(
@@ -437,6 +453,12 @@ class Output:
         self.logprobs += logprobs
         likeliest = zip(top_tokens, top_logprobs, strict=True)
         self.top_logprobs += [dict(zip(*columns, strict=True)) for columns in likeliest]
+
+    def forget_scores(self) -> None:
+        """Forgets the log-probabilities of the prompt, to compute them again."""
+        self.prompt_logprobs = []
+        self.prompt_ranks = []
+        self.prompt_top_logprobs = []
 
 
 def results(serving: Serving) -> dict[tuple[int, int], Output]:

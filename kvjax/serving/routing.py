@@ -14,11 +14,11 @@ from kvjax.events.index import NodeMap, Space
 from kvjax.spec import CacheSpec
 
 
-def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, load_price: float = 0.0) -> int:
+def choose_replica(cached: Sequence[int], load: Sequence[float], length: int, *, load_price: float = 0.0) -> int:
     """Returns the index of the cache for a prompt: the cache with most of it, or the least loaded among equals.
 
-    Prompts with a common prefix stay together, until their cache has more than twice its share of all tokens to
-    compute. Such a cache gets no more prompts.
+    Prompts with a common prefix stay together, until their cache is overloaded: it has more than twice as many tokens
+    to compute as each other cache would have on average with this prompt. An overloaded cache gets no more prompts.
 
     Args:
       cached: number of the prompt's tokens in each cache.
@@ -32,8 +32,10 @@ def choose_replica(cached: Sequence[int], load: Sequence[int], length: int, *, l
       >>> kvjax.serving.choose_replica(cached=[0, 512, 0], load=[0, 9000, 50], length=600)  # but it is overloaded
       0
     """
-    max_load = 2 * (sum(load) + length) / len(load)
-    candidates = [index for index, tokens in enumerate(load) if tokens <= max_load]
+    total = sum(load) + length
+    num_others = len(load) - 1
+    # For the least loaded cache this always holds, also if it is alone.
+    candidates = [index for index, tokens in enumerate(load) if tokens * num_others <= 2 * (total - tokens)]
     return max(candidates, key=lambda n: (cached[n] - load_price * load[n], -load[n], -n))
 
 

@@ -29,7 +29,7 @@ from kvjax.model import Model
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
 from kvjax.serving.admit import Admitted, admit
-from kvjax.serving.capacity import admission_events, worst_step
+from kvjax.serving.capacity import admission_events, worst_step, would_lose
 from kvjax.serving.decode import (
     DecodeBlock,
     LogitsFn,
@@ -41,8 +41,10 @@ from kvjax.serving.decode import (
     rows_of,
 )
 from kvjax.serving.options import Scheduler
+from kvjax.serving.park import without_pools
 from kvjax.serving.preempt import Retired, retire, swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
+from kvjax.serving.program_tier import back_up, backup_events
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.speculation import Drafter, decode_block
 from pallas_kernels.loops import while_loop
@@ -88,6 +90,8 @@ def serve_step(
     now = integers("now", now, ())
     k = scheduler.max_steps(spec)
     log_room = worst_step(spec, scheduler)
+    if serving.host is not None:
+        serving, log = back_up(serving, log, scheduler, now)
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
     single = _has_chunks(serving, scheduler) | tried
@@ -224,10 +228,13 @@ def serve(
 ) -> tuple[Serving, Log]:
     """Steps until all requests are over, the model has run `steps` times, or the log may be too small for another step.
 
-    With a host tier the loop also ends in three cases. `serving.onboard_slot` names a request for blocks on
-    the host. `preempt.swaps` finds a row to swap out or in. Or `serving.refused` is 1: blocks were refused in spite of
-    the count, because a loop does not evict blocks with children on the host. Then empty some blocks (`watermark`) and
-    set it to 0. Otherwise the next step preempts.
+    If `serving.host` has the host's pools, the program moves blocks between the tiers itself: each step copies the next
+    victims to the host, and admissions bring blocks back. Otherwise, with a host tier the loop also ends in four cases.
+    `serving.onboard_slot` names a request for blocks on the host. `preempt.swaps` finds a row to swap out or in. The
+    next step may evict blocks that have no copy on the host, and the scheduler has `stop_before_loss`: call `backup`.
+    Or `serving.refused` is 1: blocks were refused in spite of the count, because a loop does not evict blocks with
+    children on the host. Then call `backup`, or empty some blocks (`watermark`), and set it to 0. Otherwise the next
+    step preempts.
 
     `now` is the same for all steps. If the log is None, it never ends the loop. The other arguments are as in
     `serve_step`.
@@ -236,6 +243,8 @@ def serve(
     end = serving.steps + steps
     step_events = worst_step(spec, scheduler)
     events_of_admission = admission_events(spec, serving.width)
+    if serving.host is not None:
+        events_of_admission += backup_events(spec, scheduler, serving.width)
 
     def goes_on(serving: Serving, log: Log) -> jax.Array:
         can_run = serving.busy & (serving.onboard_slot < 0) & ~swaps(serving, scheduler).any
@@ -254,7 +263,10 @@ def serve(
             fixed_steps=fixed_steps,
             now=now,
         )
-        return goes_on(serving, log) & (serving.refused != 1), serving, log
+        has_more = goes_on(serving, log) & (serving.refused != 1)
+        if scheduler.stop_before_loss:
+            has_more = has_more & ~would_lose(serving, scheduler, integers("now", now, ()))
+        return has_more, serving, log
 
     _, serving, log = while_loop(lambda carry: carry[0], step, (goes_on(serving, log), serving, log))
     return serving, log
@@ -281,15 +293,11 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
       steps: static; number of steps of the model.
       now: i32[] ms.
     """
-    spec = serving.cache.state.spec
-    state = serving.cache.state
-    groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
-    pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
     # No blocks move between the tiers, and a model with a single token has no alternatives to record.
     scheduler = dataclasses.replace(scheduler, preempt="recompute")
     top = serving.requests.top
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)
-    serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1))
+    serving = without_pools(serving).replace(requests=requests, onboard_slot=jnp.int32(-1), host=None)
     end = serving.steps + steps
 
     def run(serving: Serving) -> Serving:

@@ -34,6 +34,7 @@ from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.serving.decode import DecodeBlock, LogitsFn, Rows, SampledTokens, Sampler, advance, compute
 from kvjax.serving.requests import Serving
+from kvjax.serving.speculation_cost import estimated_pass_cost
 from kvjax.serving.speculation_stats import DraftStats, best_drafts
 from kvjax.serving.speculation_verify import PassResult, verify
 from pallas_kernels.loops import fori_loop, while_loop
@@ -82,8 +83,9 @@ class Drafter(Pytree, static=("num_tokens",)):
       num_tokens: static; maximum drafts of a row in a pass.
       max_drafts: static; maximum drafts of all rows in a pass, which computes as many positions more than a plain step.
         None means `num_tokens` for each row.
-      pass_cost: static; additional time of a wide pass, as a share of a plain step's time. A pass verifies drafts only
-        if they are expected to bring as many tokens more, as a share of the rows' tokens.
+      pass_cost: f32[]; additional time of a wide pass, as a share of a plain step's time. A pass verifies drafts only
+        if they are expected to bring as many tokens more, as a share of the rows' tokens. None means an estimate from
+        the number of positions; `measured_pass_cost` measures it for your model.
       window: static; number of each row's latest tokens in `Drafting.text`.
       hope: static; makes a drafter try again. Each token without a draft adds as many right drafts to the statistics.
         0 suits a drafter without costs of its own: it proposes drafts for every pass, verified or not.
@@ -108,7 +110,7 @@ class Drafter(Pytree, static=("num_tokens",)):
 
     # Without types, so that they are no fields: a field of a subclass keeps its place.
     max_drafts = 16
-    pass_cost = 0.7
+    pass_cost = None
     window = 0
     hope = 0.0
 
@@ -121,6 +123,12 @@ class Drafter(Pytree, static=("num_tokens",)):
         per_row = min(self.num_tokens, k - 1)
         total = num_rows * per_row
         return per_row, total if self.max_drafts is None else min(self.max_drafts, total)
+
+    def cost(self, num_rows: int, max_total: int) -> Any:
+        """f32[]; the additional time of a pass with space for `max_total` drafts, as a share of a plain step's time."""
+        if self.pass_cost is None:
+            return estimated_pass_cost(num_rows, max_total)
+        return jnp.asarray(self.pass_cost, jnp.float32)
 
 
 def decode_block(
@@ -171,7 +179,9 @@ def decode_block(
     )
     chosen = SampledTokens.none(new.size, k, choose.top)
     goes_on = jnp.any(rows.active & (block.limit > 0))
-    progress = _Progress(goes_on, cache.pools, rows, jnp.zeros_like(new), chosen, text, stats)
+    zeros = jnp.zeros_like(new)
+    result = PassResult(cache.pools, None, SampledTokens.none(new.size, 1 + max_drafts, choose.top), zeros)
+    progress = _Progress(goes_on, result, rows, zeros, chosen, text, stats)
     if fixed_steps:
         num_passes = max(k // (1 + max_drafts), 1)
         progress = fori_loop(0, num_passes, lambda _, progress: block.run_pass(progress), progress)
@@ -179,14 +189,14 @@ def decode_block(
         progress = while_loop(lambda progress: progress.goes_on, block.run_pass, progress)
     requests = requests.at(serving.row, serving.row >= 0, draft_stats=progress.stats)
     written = DecodeBlock(progress.written, progress.chosen, progress.rows.state)
-    return progress.pools, written, serving.replace(requests=requests)
+    return progress.result.pools, written, serving.replace(requests=requests)
 
 
 class _Progress(NamedTuple):
     """The state of a block between two passes."""
 
     goes_on: jax.Array  # bool[]
-    pools: Pools
+    result: PassResult  # of the latest pass, without a state. Each pass writes into its arrays.
     rows: Rows
     written: jax.Array  # i32[S]
     chosen: SampledTokens  # k columns
@@ -220,8 +230,7 @@ class _Block(NamedTuple):
     def run_pass(self, progress: _Progress) -> _Progress:
         """Drafts, runs the model once, and adds the chosen tokens."""
         plan, pools = self._plan(progress)
-        none = SampledTokens.none(plan.active.size, 1 + self.max_drafts, self.choose.top)
-        result = PassResult(pools, progress.rows.state, none, jnp.zeros_like(plan.num_drafts))
+        result = progress.result._replace(pools=pools, state=progress.rows.state)
 
         def narrow(result: PassResult) -> PassResult:
             return self._step(plan, progress, result)
@@ -243,11 +252,11 @@ class _Block(NamedTuple):
         space = jnp.where(active, jnp.minimum(self.limit - progress.written - 1, self.max_drafts), 0)
         wanted = space > 0
         chance = progress.stats.chance
-        threshold = np.float32(self.drafter.pass_cost) * count(active).astype(jnp.float32)
+        threshold = self.drafter.cost(active.size, self.max_total) * count(active).astype(jnp.float32)
         if self.drafter.hope:  # the drafter has costs: it is not asked if even all its drafts would not be worth a pass
             wanted = wanted & (best_drafts(chance, space, self.max_drafts, self.max_total)[1] > threshold)
         drafting = Drafting(
-            self.cache.replace(pools=progress.pools),
+            self.cache.replace(pools=progress.result.pools),
             progress.rows,
             wanted,
             progress.written,
@@ -273,7 +282,7 @@ class _Block(NamedTuple):
         logits, pools = forward(self.model, rows.token[:, None], result.pools, view, jnp.zeros_like(rows.token))
         choice, state = self.choose(logits, rows, self.cache.state.seqs.committed + progress.written + 1)
         chosen = result.chosen.put(SampledTokens.of(choice), jnp.int32(0))
-        return PassResult(pools, state, chosen, result.num_accepted)
+        return PassResult(pools, state, chosen, jnp.zeros_like(result.num_accepted))
 
     def _add(self, plan: _Plan, progress: _Progress, result: PassResult) -> _Progress:
         """Adds the chosen tokens of a pass, and counts the drafts."""
@@ -300,7 +309,7 @@ class _Block(NamedTuple):
         rows = advance(rows, active, pick(tokens, (row_index, num_accepted)), self.choose.stop, fits)
         is_cramped = rows.active & (self.limit - written < jnp.minimum(1 + self.max_drafts, rows.remaining))
         goes_on = jnp.any(rows.active & (written < self.limit)) & ~(plan.is_wide & jnp.any(is_cramped))
-        return _Progress(goes_on, result.pools, rows, written, chosen, text, stats)
+        return _Progress(goes_on, result._replace(state=None), rows, written, chosen, text, stats)
 
 
 def _inserted(old: SampledTokens, new: SampledTokens, start: jax.Array, num_new: jax.Array) -> SampledTokens:

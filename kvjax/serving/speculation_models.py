@@ -16,7 +16,8 @@ from kvjax.pools.device import Pools
 from kvjax.pools.lineage import partial_models
 from kvjax.pools.views import View
 from kvjax.serving.speculation import Drafter, Drafting, Drafts
-from kvjax.serving.speculation_ngram import check_costs
+from kvjax.serving.speculation_cost import share_of
+from kvjax.serving.speculation_ngram import check_max_drafts
 from kvjax.serving.speculation_verify import Snapshots
 from pallas_kernels.loops import fori_loop
 
@@ -28,7 +29,7 @@ def draft_model(
     first_layer: int,
     num_tokens: int = 3,
     max_drafts: int | None = 16,
-    pass_cost: float = 0.7,
+    pass_cost: float | None = 0.7,
 ) -> tuple[Model, Drafter]:
     """Makes a drafter of a smaller model with the same vocabulary, and a model to write the K/V of both.
 
@@ -45,7 +46,7 @@ def draft_model(
       first_layer: static; the number of the draft's first layer in the cache's spec. Its layers come last.
       num_tokens: static; maximum drafts of a row in a pass.
       max_drafts: static; see `Drafter`.
-      pass_cost: static; see `Drafter`. Count the draft model's own steps too.
+      pass_cost: see `Drafter`. Count the draft model's own steps too.
 
     Returns:
       The model to generate with, and the drafter.
@@ -57,10 +58,12 @@ def draft_model(
     the row's choice as often as it can.
     """
     draft = _Renumbered(draft, static_int("first_layer", first_layer, 1))
-    return _Joint(model, draft), ModelDrafter(num_tokens, draft, max_drafts, pass_cost)
+    return _Joint(model, draft), ModelDrafter(num_tokens, draft, max_drafts, share_of("pass_cost", pass_cost))
 
 
-def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = 16, pass_cost: float = 0.7) -> Drafter:
+def early_exit(
+    layers: Model, *, num_tokens: int = 3, max_drafts: int | None = 16, pass_cost: float | None = 0.7
+) -> Drafter:
     """Makes a drafter of a model's first layers, which share the K/V of the whole model.
 
     The whole model then overwrites the K/V of the drafts, so the cache needs no more space.
@@ -69,28 +72,28 @@ def early_exit(layers: Model, *, num_tokens: int = 3, max_drafts: int | None = 1
       layers: a model of the first layers, with the same weights, such as `models.first_layers` makes.
       num_tokens: static; maximum drafts of a row in a pass.
       max_drafts: static; see `Drafter`.
-      pass_cost: static; see `Drafter`. Count the steps of the first layers too.
+      pass_cost: see `Drafter`. Count the steps of the first layers too.
 
     Raises:
       ValueError: naming the argument.
 
     Source: LayerSkip's self-speculative decoding (Elhoushi et al. 2024), without its training.
     """
-    return ModelDrafter(num_tokens, layers, max_drafts, pass_cost)
+    return ModelDrafter(num_tokens, layers, max_drafts, share_of("pass_cost", pass_cost))
 
 
-class ModelDrafter(Drafter, static=("num_tokens", "max_drafts", "pass_cost")):
+class ModelDrafter(Drafter, static=("num_tokens", "max_drafts")):
     """See `draft_model` and `early_exit`."""
 
     model: Model
     max_drafts: int | None
-    pass_cost: float
+    pass_cost: Any
 
     hope = 0.02
 
     def __post_init__(self):
         static_int("num_tokens", self.num_tokens, 1)
-        check_costs(self)
+        check_max_drafts(self.max_drafts)
 
     def propose(self, drafting: Drafting) -> Drafts:
         """See `Drafter`."""

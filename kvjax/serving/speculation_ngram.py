@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.checks import static_int
 from kvjax.serving.speculation import Drafter, Drafting, Drafts
+from kvjax.serving.speculation_cost import share_of
 
-_NAMES = "num_tokens", "max_ngram", "min_ngram", "window", "max_drafts", "pass_cost"
+_NAMES = "num_tokens", "max_ngram", "min_ngram", "window", "max_drafts"
 
 
 def ngram(
@@ -19,7 +22,7 @@ def ngram(
     min_ngram: int = 2,
     window: int = 4096,
     max_drafts: int | None = 16,
-    pass_cost: float = 0.7,
+    pass_cost: float | None = None,
 ) -> Drafter:
     """Makes a drafter of the tokens after an earlier occurrence of a row's last tokens in its own text.
 
@@ -33,7 +36,7 @@ def ngram(
       min_ngram: static; minimum number of them to find.
       window: static; number of the latest tokens to search. The cost of a search follows it, and not the text.
       max_drafts: static; see `Drafter`.
-      pass_cost: static; see `Drafter`.
+      pass_cost: see `Drafter`.
 
     Raises:
       ValueError: naming the argument.
@@ -51,7 +54,7 @@ def ngram(
 
     Source: prompt lookup decoding (Saxena 2023), vLLM's `ngram` and llama.cpp's lookup.
     """
-    return NGram(num_tokens, max_ngram, min_ngram, window, max_drafts, pass_cost)
+    return NGram(num_tokens, max_ngram, min_ngram, window, max_drafts, share_of("pass_cost", pass_cost))
 
 
 class NGram(Drafter, static=_NAMES):
@@ -61,14 +64,14 @@ class NGram(Drafter, static=_NAMES):
     min_ngram: int
     window: int
     max_drafts: int | None
-    pass_cost: float
+    pass_cost: Any
 
     def __post_init__(self):
         static_int("num_tokens", self.num_tokens, 1)
         static_int("min_ngram", self.min_ngram, 1)
         static_int("max_ngram", self.max_ngram, self.min_ngram)
         static_int("window", self.window, self.max_ngram + 1)
-        check_costs(self)
+        check_max_drafts(self.max_drafts)
 
     def propose(self, drafting: Drafting) -> Drafts:
         """See `Drafter`."""
@@ -85,8 +88,9 @@ class NGram(Drafter, static=_NAMES):
             matches = matches & (shifted == last) & (length > back)[:, None]
             num_matched += matches.astype(jnp.int32)
         score = jnp.where(num_matched >= self.min_ngram, num_matched * size + end, -1)
-        best = jnp.argmax(score, axis=1).astype(jnp.int32)
-        is_match = jnp.max(score, axis=1) >= 0
+        best_score = jnp.max(score, axis=1)  # it says where, so there is no argmax, which would be another kernel
+        is_match = best_score >= 0
+        best = jnp.maximum(best_score, 0) % size
         # Beyond the end of the text, its last tokens are taken to repeat.
         period = jnp.maximum(length - 1 - best, 1)
         ahead = np.arange(self.num_tokens, dtype=np.int32)[None] % period[:, None]
@@ -95,9 +99,7 @@ class NGram(Drafter, static=_NAMES):
         return Drafts(tokens, count, drafting.cache.pools)
 
 
-def check_costs(drafter: Drafter) -> None:
-    """Raises a ValueError unless a drafter's `max_drafts` and `pass_cost` are in range."""
-    if drafter.max_drafts is not None:
-        static_int("max_drafts", drafter.max_drafts, 1)
-    if not isinstance(drafter.pass_cost, int | float) or not drafter.pass_cost >= 0:
-        raise ValueError(f"pass_cost: got {drafter.pass_cost!r}, wanted a number of at least 0")
+def check_max_drafts(max_drafts: int | None) -> None:
+    """Raises a ValueError unless this is None or a positive integer."""
+    if max_drafts is not None:
+        static_int("max_drafts", max_drafts, 1)

@@ -90,9 +90,16 @@ def best_drafts(
     is_draft = depth <= num_drafts[:, None]
     expected = jnp.where(is_draft, chance[:, None] ** depth.astype(np.float32), 0.0)
     if max_total < expected.size:
-        # Equal chances are ranked by the row, so exactly `max_total` drafts are left.
-        order = jnp.argsort(-expected.reshape(-1), stable=True)
-        is_best = jnp.zeros((expected.size,), jnp.bool_).at[order[:max_total]].set(True, unique_indices=True)
-        is_draft = is_draft & is_best.reshape(expected.shape)
+        is_draft = is_draft & (_rank(expected.reshape(-1)) < max_total).reshape(expected.shape)
         expected = jnp.where(is_draft, expected, 0.0)
     return jnp.sum(is_draft, axis=1, dtype=jnp.int32), jnp.sum(expected)
+
+
+def _rank(values: jax.Array) -> jax.Array:
+    """i32[K]; the number of larger values, and of equal values before it, for each of values f32[K].
+
+    It compares all pairs, which takes a single kernel on a GPU. A sort takes several.
+    """
+    index = jnp.arange(values.size, dtype=jnp.int32)
+    is_equal_before = (values[None] == values[:, None]) & (index[None] < index[:, None])
+    return jnp.sum((values[None] > values[:, None]) | is_equal_before, axis=1, dtype=jnp.int32)

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from kvjax._arrays import fence, leading, once, pick, put, runs
 from kvjax.cache import Cache
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
 from kvjax.serving.decode import Rows, SampledTokens, Sampler
+from kvjax.serving.sampling import Choice
 from kvjax.spec import Kind
 from pallas_kernels.loops import scan
 
@@ -44,13 +46,13 @@ def verify(
     column: Any = np.arange(batch.shape[1], dtype=np.int32)[None]
     view = cache.ragged(num_tokens, size, written=written)
     all_positions: Any = np.arange(size, dtype=np.int32)
-    logits, pools = forward(model, _flat(batch, view)[None], cache.pools, view, all_positions)
+    owners = _owners(view)
+    logits, pools = forward(model, _flat(batch, view, owners)[None], cache.pools, view, all_positions)
     state = rows.state
     states = None
     if choose.logits_fn is not None:
         logits, states = _changed_logits(logits, view, batch, rows, choose)
-    owners = _flat(jnp.broadcast_to(row_index[:, None], batch.shape), view)
-    choice, _ = _of_owners(choose, owners)(logits, _rows_of_owners(rows, owners), view.positions[0] + 1)
+    choice = _choices(choose, logits, rows, owners, view.positions[0] + 1)
     index = jnp.minimum(runs(_starts(view), batch.shape[1]), size - 1)
     is_token = column < num_tokens[:, None]
     chosen = SampledTokens(SampledTokens.of(choice).bits[:, index, 0]).only(is_token)
@@ -64,30 +66,52 @@ def verify(
     return PassResult(pools, state, chosen, num_accepted)
 
 
-def _flat(values: jax.Array, view: View) -> jax.Array:
-    """i32[T]; the values [S, C] of the tokens of a ragged view, 0 for padding."""
-    index = runs(_starts(view), values.shape[1])
-    column: Any = np.arange(values.shape[1], dtype=np.int32)[None]
-    is_token = column < view.num_tokens[:, None]
-    return put(jnp.zeros((view.positions.shape[1],), jnp.int32), index, values, is_token)
-
-
 def _starts(view: View) -> jax.Array:
     """i32[S]; the index of each row's first token in a ragged view."""
     assert view.starts is not None
     return view.starts
 
 
-def _of_owners(choose: Sampler, owners: jax.Array) -> Sampler:
-    """The sampler of each token's row, for tokens of rows owners i32[T]. It gets logits after `logits_fn`."""
-    sampling = None if choose.sampling is None else choose.sampling.each_row(choose.stop.shape[0])
-    stop, sampling = pick((choose.stop, sampling), owners)
-    return choose._replace(stop=stop, sampling=sampling, logits_fn=None)
+def _owners(view: View) -> jax.Array:
+    """i32[T]; the row of each token of a ragged view. Padding belongs to the last row with tokens."""
+    token = np.arange(view.positions.shape[1], dtype=np.int32)[None]
+    return jnp.sum(token >= _starts(view)[:, None], axis=0, dtype=jnp.int32) - 1
 
 
-def _rows_of_owners(rows: Rows, owners: jax.Array) -> Rows:
-    """The row of each token, without a state of `logits_fn`."""
-    return pick(rows.replace(state=None), owners)
+def _flat(values: jax.Array, view: View, owners: jax.Array) -> jax.Array:
+    """i32[T]; the values i32[S, C] of the tokens of a ragged view, whose rows are owners i32[T]. 0 for padding."""
+    column = np.arange(view.positions.shape[1], dtype=np.int32) - pick(_starts(view), owners)
+    return jnp.where(column < pick(view.num_tokens, owners), pick(values, (owners, column)), 0)
+
+
+def _choices(choose: Sampler, logits: jax.Array, rows: Rows, owners: jax.Array, positions: jax.Array) -> Choice:
+    """The choices of rows owners i32[T] from logits f32[T, V] after `logits_fn`, for positions i32[T].
+
+    On a CPU they choose S at a time, by the programs of a plain step, since equal shapes are compiled only once.
+    """
+    num_rows = rows.token.size
+    sampling = None if choose.sampling is None else choose.sampling.each_row(num_rows)
+    stop = jnp.broadcast_to(choose.stop, (num_rows, choose.stop.shape[-1]))
+    rows = rows.replace(state=None)
+
+    def some_choices(args: tuple[jax.Array, jax.Array, jax.Array]) -> Choice:
+        logits, owners, positions = args
+        stop_of_owners, sampling_of_owners, owner_rows = pick((stop, sampling, rows), owners)
+        sampler = choose._replace(stop=stop_of_owners, sampling=sampling_of_owners, logits_fn=None)
+        return sampler(logits, owner_rows, positions)[0]
+
+    args = logits, owners, positions
+    size = owners.size
+    if size <= num_rows or pallas_kernels.lowers_for("cuda"):
+        return some_choices(args)
+    num_parts = -(-size // num_rows)
+
+    def parts(array: jax.Array) -> jax.Array:
+        padding = [(0, num_parts * num_rows - size)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, padding).reshape(num_parts, num_rows, *array.shape[1:])
+
+    _, choice = scan(lambda carry, args: (carry, some_choices(args)), (), jax.tree.map(parts, args))
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:])[:size], choice)
 
 
 def _changed_logits(
@@ -140,7 +164,8 @@ def _without_rejected(
     def run_again(pools: Pools) -> Pools:
         again = cache.ragged(num_right, view.positions.shape[1], written=written)
         last: Any = np.zeros((1,), np.int32)
-        return forward(model, _flat(batch, again)[None], snapshots.put_back(pools), again, last)[1]
+        tokens = _flat(batch, again, _owners(again))
+        return forward(model, tokens[None], snapshots.put_back(pools), again, last)[1]
 
     return once(jnp.any(num_right < num_tokens), run_again, pools)
 

@@ -335,6 +335,8 @@ def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict
             return _cached_blocks(request, state, on_host=verb == "onboard")
         case "watermark":
             return {"empty": np.int32(request["empty"]), "max_blocks": _MAX_BLOCKS, "group": request["group"]}
+        case "backup":
+            return {"max_blocks": _MAX_BLOCKS, "group": request["group"]}
         case "complete":
             if not expected.moves:
                 return None

@@ -60,6 +60,7 @@ class Request(TypedDict, total=False):
         verb                fields
         offload, onboard    which (a bit for each of the first movable blocks, in order), group
         watermark           empty, group
+        backup              group (only in caches with backups)
         swap_out, swap_in   seq
         complete            ok (whether the oldest moves succeeded, True if other requests came after their order)
     """
@@ -174,6 +175,8 @@ class Draws:
             case "watermark":
                 group = self.host_group()
                 fields = {"empty": integer(spec.groups[group].num_blocks + 1), "group": group}
+            case "backup":
+                fields = {"group": self.host_group()}
             case "complete":
                 fields = {"ok": self.chance(0.75)}
             case _:

@@ -51,6 +51,7 @@ def _host_requests(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
     """Requests of caches with a host tier."""
     group = st.sampled_from(spec.host_groups)
     return [
+        *([_request("backup", group=group)] if spec.backups else []),
         *[_request("complete", ok=st.sampled_from((True, True, True, False)))] * 2,
         _request("offload", which=st.integers(1, 15), group=group),
         _request("onboard", which=st.integers(1, 15), group=group),

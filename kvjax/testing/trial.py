@@ -19,6 +19,7 @@ from kvjax.state import CacheState
 from kvjax.testing.expected import Expected, Fields, Row, adopt, arguments_of, pool_rows
 from kvjax.testing.requests import Request
 from kvjax.verbs.admit import admit, lookup
+from kvjax.verbs.backup import backup
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
@@ -44,6 +45,7 @@ VERBS = (
     offload,
     onboard,
     watermark,
+    backup,
     swap_out,
     swap_in,
     complete,

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, fence, is_among, pick
 from kvjax.blocks import windows
+from kvjax.blocks.bring_back import bring_back
 from kvjax.blocks.holders import hold, hold_source, unhold_sources
 from kvjax.blocks.match import longest_match
 from kvjax.blocks.publish import forget
@@ -28,7 +29,7 @@ from kvjax.events.records import COLUMNS, EventKind, Events, Records, Status, jo
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_column
 from kvjax.spec import GroupSpec
-from kvjax.state import COPYING, NO_BLOCK, CacheState, Group, Match
+from kvjax.state import COPYING, NO_BLOCK, CacheState, EvictionPolicy, Group, Match
 from kvjax.verbs._request import (
     all_or_nothing,
     assemble,
@@ -208,8 +209,12 @@ def admit_row(
     reserve_tokens: int | None,
     tiers: tuple[str, ...],
     width: int = 0,
+    in_program: bool = False,
 ) -> tuple[CacheState, Events, jax.Array]:
     """Admits a row. `match` is the result of `find` in this state, on these tiers.
+
+    With `in_program`, static, the match has blocks of both tiers, and its source is on the device. Blocks on the host
+    come back (`bring_back`), and `tiers` is the device alone, so no block leaves the device by a move.
 
     `width`, static, is the minimum length of the list of blocks to take. If all such lists of a program have equal
     lengths, XLA compiles their code once. Also returns the sources of the copies, i32[G], NO_BLOCK for none. They stay
@@ -220,7 +225,7 @@ def admit_row(
     block_size = state.spec.block_size
     state, plan = _decide(state, seq, prompt, match, reserve_tokens)
     block_priorities = priorities(state, now, tiers)
-    groups, taken, sources, status, need = _take(state, plan, block_priorities, now, width)
+    groups, taken, sources, status, need = _take(state, plan, block_priorities, now, width, in_program)
     ok = status == Status.OK
     copies = ok & (plan.num_copied > 0)
     cached = jnp.where(ok, plan.num_whole * block_size + plan.num_copied, 0)
@@ -332,7 +337,7 @@ def _decide(
 
 
 def _take(
-    state: CacheState, plan: Decision, block_priorities: list[Any], now: jax.Array, width: int
+    state: CacheState, plan: Decision, block_priorities: list[Any], now: jax.Array, width: int, in_program: bool
 ) -> tuple[list[Group], list[Taken], list[jax.Array], jax.Array, jax.Array]:
     """Holds the hits and takes new blocks, group by group.
 
@@ -354,17 +359,21 @@ def _take(
         source = jnp.where(ok, hits.source, NO_BLOCK)
         group = hold_source(group, source)
         onboarded, _ = compact(jnp.where(hits.on_host & ok, hits.blocks, NO_BLOCK))
+        policy = windows.policy_of(state, group_index)
+        comes_back = in_program and group.tiered
         new = take(
             group,
             group_index,
-            windows.policy_of(state, group_index),
-            need,
+            policy,
+            need + count(onboarded >= 0) if comes_back else need,
             max(hits.blocks.shape[0], width),
             now,
             priorities=block_priorities[group_index],
             min_priority=state.spec.offload_min_priority,
             onboarded=onboarded,
         )
+        if comes_back:
+            new = _bring_back(new, group_index, policy, onboarded, need)
         group = hold(new.group, hits.blocks, hits.hits & ok & ~new.ok, by=-1)
         groups.append(unhold_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None]))
         sources.append(jnp.where(new.ok, source, NO_BLOCK))
@@ -372,6 +381,15 @@ def _take(
         status = jnp.where(new.ok, status, Status.NO_BLOCKS)
         need = jnp.where(new.ok, need, 0)
     return groups, taken, sources, status, need
+
+
+def _bring_back(taken: Taken, group_index: int, policy: EvictionPolicy, onboarded: jax.Array, need: jax.Array) -> Taken:
+    """Trades the pool rows of the taken blocks after the first `need` i32[] for those of onboarded i32[F]."""
+    index = jnp.arange(onboarded.shape[0], dtype=jnp.int32)
+    ids = jnp.where(taken.ok, onboarded, NO_BLOCK)
+    free = jnp.where(ids >= 0, pick(taken.ids, need + index), NO_BLOCK)
+    group, updated, moves = bring_back(taken.group, group_index, policy, ids, free)
+    return taken.replace(group=group, updated=joined(taken.updated, updated), orders=moves)
 
 
 def _place_copy(

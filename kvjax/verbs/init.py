@@ -74,6 +74,8 @@ def _init(spec: CacheSpec, policy: EvictionPolicy, sizes: list[jax.Array], polic
         seqs = seqs.replace(swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
     if spec.thinning:
         seqs = seqs.replace(holes=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq), jnp.bool_))
+    if spec.sparse:
+        seqs = seqs.replace(approximate=jnp.zeros((spec.max_seqs,), jnp.bool_))
     return CacheState(tuple(groups), seqs, spec, policy)
 
 
@@ -115,7 +117,7 @@ def init_group(
         num_blocks=jnp.array(num_blocks),
         table=_none(spec.max_seqs, spec.max_blocks_per_seq),
         policy=_init_policy(policy, num_ids, policy_state),
-        host=_init_host(group, policy, policy_state) if group.num_host_blocks else None,
+        host=_init_host(group, policy, policy_state, spec.backups) if group.num_host_blocks else None,
         **group_arrays,
     )
 
@@ -162,7 +164,7 @@ def _init_policy(policy: EvictionPolicy, num_ids: int, policy_state: Any) -> Any
     return policy_state
 
 
-def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> Host:
+def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any, backups: bool) -> Host:
     ids = jnp.arange(group.num_ids, dtype=jnp.int32)
     return Host(
         pool_row=ids,
@@ -173,4 +175,5 @@ def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> H
         empty=ids[::-1][: group.num_host_blocks],
         num_empty=jnp.int32(group.num_host_blocks),
         policy=_init_policy(policy, group.num_ids, policy_state),
+        backup=_none(group.num_ids) if backups else None,
     )

@@ -9,8 +9,8 @@ Between loops, call in this order:
     state, _ = complete(state, events.transfer, True)           # or False, if a move has failed
 
 Then run the model. A block on the move has left its old pool row and cannot be found until `complete`. Its bytes are
-safe, since a later write to this pool row is issued later. Inside a jitted loop nothing moves and evicted blocks are
-lost: call `watermark` before the loop to avoid evictions in it.
+safe, since a later write to this pool row is issued later. Inside a jitted loop nothing moves, and evicted blocks are
+lost unless they have copies on the host: call `backup` before the loop, or `watermark` to avoid evictions in it.
 
 Source: TensorRT-LLM's secondary pool; vLLM's swapping of whole sequences.
 """
@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import count, fence, is_among, pick, put, repeated
 from kvjax.blocks import windows
+from kvjax.blocks.backups import backs_up, drop_failed, is_backup
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.take import take
@@ -67,7 +68,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
       >>> kvjax.lookup(state, np.arange(10), 10)
       Match(8 tokens cached, 8 of them on the host)
     """
-    chosen_group = _tiered_group(state, group)
+    chosen_group = tiered_group(state, group)
     ids = integers("blocks", blocks, ("K",))
     now = integers("now", now, ())
     before = chosen_group.blocks
@@ -108,7 +109,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
       The cache, and events with `transfer` and E = 5 K records: removed, updated (also for blocks leaving the device
       to make room). Status HELD if a block is held or on the move, NO_BLOCKS, else BAD_REQUEST.
     """
-    chosen_group = _tiered_group(state, group)
+    chosen_group = tiered_group(state, group)
     ids = integers("blocks", blocks, ("K",))
     now = integers("now", now, ())
     before = chosen_group.blocks
@@ -164,7 +165,7 @@ def watermark(
       The cache, and events with `transfer` and E = 5 * max_blocks records: removed, updated. Status NO_BLOCKS if the
       host has too few blocks.
     """
-    chosen_group = _tiered_group(state, group)
+    chosen_group = tiered_group(state, group)
     empty = integers("empty", empty, ())
     now = integers("now", now, ())
     max_blocks = static_int32("max_blocks", max_blocks, 1)
@@ -182,7 +183,8 @@ def complete(
     """Reports the moves as done, which makes their blocks findable on the new tier, or as failed.
 
     If moves failed, their blocks are removed with all descendants, on both tiers. Rows that hold a removed block have
-    lost K/V and must be released; the lost contents are never stored.
+    lost K/V and must be released; the lost contents are never stored. If the copies of a `backup` failed, they are
+    dropped, and nothing else changes.
 
     To undo the transition instead, pass the state from before it with `ok` False, and continue with the returned state,
     in which all blocks and rows are where they were. Only blocks in pool rows that a failed move may have overwritten
@@ -212,6 +214,9 @@ def complete(
         later = jnp.where(ids >= 0, transfer.move_id - host.num_moves, 0)  # above 0: the state is from before the moves
         undone = (later > 0) & ~ok
         overwritten = pick(is_among(group.ids.size, transfer.target, undone), host.pool_row)
+        failed_copies = None
+        if backs_up(group):
+            failed_copies = is_backup(group) & (overwritten | is_among(group.ids.size, ids, current & ~ok))
         overwritten = overwritten & ((group.blocks.refcount > 0) | (group.blocks.fill > 0))
         pending_transfer, current, undone = fence(host.pending_transfer, current, undone)
         # A block whose move has failed stays on the move until it is empty, so commits of its row do not publish it.
@@ -221,6 +226,8 @@ def complete(
             num_moves=host.num_moves + jnp.max(jnp.where(undone, later, 0), initial=0),
         )
         lost = is_among(group.ids.size, ids, current & ~ok) | overwritten
+        group = group.replace(host=host)
+        group = group if failed_copies is None else drop_failed(group, failed_copies)
         has_lost = has_lost | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         num_ids = lost.shape[0]
         limit = num_ids if max_removed is None else min(static_int32("max_removed", max_removed, 1), num_ids)
@@ -228,14 +235,14 @@ def complete(
         # The findable blocks among the lost ones leave the index with all their descendants.
         doomed = descendants(group.blocks, lost & (group.blocks.fill > 0))
         order = children_first(group.blocks, group.ids, doomed)[:limit]
-        group, left_index = remove(group.replace(host=host), group_index, policy, order, pick(doomed, order))
+        group, left_index = remove(group, group_index, policy, order, pick(doomed, order))
         after, records = forget_all(replace_group(state, group_index, find_unevictable(group)), group_index, left_index)
         state = _mark_lost(state, after)
         removed += records
     return state, assemble(state, jnp.where(has_lost, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
 
 
-def _tiered_group(state: CacheState, group_index: int) -> Group:
+def tiered_group(state: CacheState, group_index: int) -> Group:
     """Returns the group with this index, which must have a host tier."""
     group = checked_group(state, group_index)
     if not group.tiered:

@@ -59,7 +59,7 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
     stored = []
     ok = row.exists & (row.length > 0)
     if state.spec.partial_reuse:
-        state, stored = store_tail(state, row, holes.unless_thinned(row.metadata, ok))
+        state, stored = store_tail(state, row, holes.unless_private(row.metadata, ok))
     groups = [
         give_back(group, windows.policy_of(state, group_index), table[::-1], (ok & (table >= 0))[::-1], now)
         for group_index, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))

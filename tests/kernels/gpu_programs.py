@@ -27,13 +27,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jax.sharding import PartitionSpec as P
 
 import kvjax
 from benchmarks import gpu
 from kvjax.events.log import init_log
-from kvjax.serving import Scheduler, init_serving, serve, worst_step
+from kvjax.serving import Scheduler, init_serving, ngram, serve, worst_step
 from kvjax.serving.decode import Rows, decode, decode_log
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -46,6 +45,7 @@ from tests.kernels.gpu_compile import (
     compile_for,
     divided,
     i32,
+    launches,
     on_gpus,
     prepare,
     small_llama,
@@ -76,6 +76,8 @@ def bookkeeping(tokens: int):
 
 def null_model(tokens, pools, view, *, last):
     """A model with a single kernel, which takes all of a model's inputs and updates the pool, so XLA drops nothing."""
+    from jax.experimental.pallas import triton as plt  # late: other programs compile without it
+
     ((pool,),) = pools.arrays
     inputs = [tokens, last, *jax.tree.leaves(view), pool]
 
@@ -140,16 +142,17 @@ def sharded_loop():
     return run, ((model,), cache, *rest), donate, ((weights,), parts, *[P()] * len(rest))
 
 
-def scheduled(k: int = BLOCK):
+def scheduled(k: int = BLOCK, drafter=None):
     """The loop of the scheduler around a model with a single kernel: 128 rows, 256 requests."""
     cache = make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192)
     spec, scheduler = cache.state.spec, Scheduler(k=k, chunk=256, chunk_rows=4)
-    serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, greedy=True))
+    options = {"greedy": True, "speculates": drafter is not None}
+    serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, **options))
     log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), spec.block_size))
 
     def run(serving, log, steps):
         model = jax.tree_util.Partial(in_scope, jax.tree_util.Partial(null_model))
-        return serve(model, serving, log, scheduler=scheduler, steps=steps)
+        return serve(model, serving, log, scheduler=scheduler, steps=steps, drafter=drafter)
 
     return run, (serving, log, i32()), (0, 1)
 
@@ -179,15 +182,15 @@ def step_8b(rows):
 
 
 WINDOWED = (LAYER, LayerConfig(KV_HEADS, WIDTH, window=512))
-# By name: the maker, command buffers (None: XLA's default), and GPUs.
+# By name: the maker, what goes into command buffers, and GPUs.
 PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
-    "extend_commit_1": (functools.partial(bookkeeping, 1), None, 1),
-    "extend_commit_16": (functools.partial(bookkeeping, BLOCK), None, 1),
-    "block_1": (functools.partial(block, 1), None, 1),
-    "block_4": (functools.partial(block, 4), None, 1),
-    "block_16": (functools.partial(block, BLOCK), None, 1),
-    "layer": (layer, None, 1),
-    **{f"step_8b_{rows}": (functools.partial(step_8b, rows), None, 1) for rows in (1, 32, 128)},
+    "extend_commit_1": (functools.partial(bookkeeping, 1), BUFFERS, 1),
+    "extend_commit_16": (functools.partial(bookkeeping, BLOCK), BUFFERS, 1),
+    "block_1": (functools.partial(block, 1), BUFFERS, 1),
+    "block_4": (functools.partial(block, 4), BUFFERS, 1),
+    "block_16": (functools.partial(block, BLOCK), BUFFERS, 1),
+    "layer": (layer, BUFFERS, 1),
+    **{f"step_8b_{rows}": (functools.partial(step_8b, rows), BUFFERS, 1) for rows in (1, 32, 128)},
     "scheduled": (scheduled, BUFFERS, 1),
     "loop_buffered": (decoder_loop, BUFFERS, 1),
     "loop_unbuffered": (decoder_loop, "", 1),
@@ -197,6 +200,8 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "loop_sharded": (sharded_loop, BUFFERS, 4),
     "loop_sharded_collectives": (sharded_loop, f"{BUFFERS},COLLECTIVES", 4),
 }
+# Programs which are compared with others, and have no budgets.
+COMPARED = {"drafted": (lambda: scheduled(drafter=ngram()), BUFFERS, 1)}
 
 
 def is_of_model(thunk: Thunk) -> bool:
@@ -240,7 +245,7 @@ def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
         return {
             "start": gpu_thunks.count(root, rare, lambda thunk: thunk is loops[0]),
             "block": gpu_thunks.count(loops[0], rare, lambda thunk: thunk in inside),
-            "step": gpu_thunks.count(step, rare, is_of_model),
+            **steps_of(step, rare),
             "mixed": gpu_thunks.count(mixed, rare),
             "seldom": seldom,
         }
@@ -259,16 +264,32 @@ def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
     }
 
 
+def steps_of(step: Thunk, rare: Sequence[str]) -> dict[str, Counts]:
+    """The counts of the loop of steps. With a drafter, those of a narrow and of a wide pass."""
+    inside = [thunk for part in step.parts.values() for thunk in part]
+    widths = [thunk for thunk in inside if thunk.kind == "kWhile" and any(map(is_of_model, thunk))]
+    if not widths:
+        return {"step": gpu_thunks.count(step, rare, is_of_model)}
+    narrow, wide = widths
+    return {
+        "narrow": gpu_thunks.count(step, rare, lambda thunk: thunk is wide or is_of_model(thunk)),
+        "wide": gpu_thunks.count(step, rare, lambda thunk: thunk is narrow or is_of_model(thunk)),
+    }
+
+
 def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
     """Compiles a program for an H200, and returns its counts."""
-    make, buffers, gpus = PROGRAMS[name]
+    make, buffers, gpus = (PROGRAMS | COMPARED)[name]
     function, args, donate, *specs = make()
     args, mesh = on_gpus("h200", {"x": gpus}, args, *specs)
     options = {} if buffers is None else gpu.DECIDES["device"] | {"xla_gpu_enable_command_buffer": buffers}
     with tempfile.TemporaryDirectory() as dump:
         _, compiled = compile_for(mesh, function, args, donate, dump, **options)
-        root = gpu_thunks.read(pathlib.Path(dump), compiled.as_text())
-    return parts_of(root, rare)
+        text = compiled.as_text()
+        root = gpu_thunks.read(pathlib.Path(dump), text)
+    parts = parts_of(root, rare)
+    next(iter(parts.values()))["large_copies"] = launches(text)["large_copies"]
+    return parts
 
 
 class Budgets:
@@ -349,7 +370,9 @@ def line(part: str, counts: Mapping[str, int], budgets: Budgets) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.gpu_programs", description=__doc__)
-    parser.add_argument("programs", nargs="*", choices=PROGRAMS, metavar="PROGRAM", help=", ".join(PROGRAMS))
+    parser.add_argument(
+        "programs", nargs="*", choices=PROGRAMS | COMPARED, metavar="PROGRAM", help=", ".join(PROGRAMS | COMPARED)
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="a line of JSON for each program")
     form.add_argument("--update", action="store_true", help="write what is measured as the budgets")

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import mosaic, mosaic_attention, tuning
+from pallas_kernels import mosaic, mosaic_attention, tuning, xla
 from tests.kernels import attention
 from tests.kernels.attention import Case, check_decode, check_prefill, options_for
+from tests.kernels.chosen import check_chosen
 
 # (kv heads, queries per kv head, head width, block size), options
 SHAPES = {
@@ -47,6 +48,13 @@ def prefill(name):
     check_prefill(case, "mosaic", [9, 1, 0, 90, 7], **options_for(case, name))
 
 
+def chosen(counts):
+    """Rows that read some of their blocks, through a view."""
+    case = case_of("sink_tokens", [70, 33, 50])
+    columns = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0]], bool)
+    check_chosen(case, mosaic, counts, columns=columns, interpret=True)
+
+
 def long():
     """A case with more tiles than stages, and halves of two kinds."""
     case = Case([700, 3], kv_heads=1, width=64, block_size=16, dtype="float16")
@@ -66,6 +74,29 @@ def vmap():
     np.testing.assert_array_equal(np.asarray(out, np.float32), wanted.astype(np.float32))
 
 
+def moves():
+    """Copies, gathers and scatters of blocks of several chunks, with more chunks than stages, and with none to move."""
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((9, 1, 2, 1, 16, 192)).astype(np.float32)
+    pool[::2] = np.nan
+    pool = jnp.asarray(pool, jnp.bfloat16)
+    staged = jnp.asarray(rng.standard_normal((4, *pool.shape[1:])), jnp.bfloat16)
+    order = jnp.asarray(rng.permutation(8), jnp.int32)
+    tuning.CHUNK_BYTES = 2048
+    for programs, count in ((2, 4), (3, 2), (3, 0)):
+        tuning.move_programs = lambda programs=programs: programs
+        num_moved = jnp.int32(count)
+        args = {
+            "copy_blocks": (pool, order[:4], order[4:], num_moved),
+            "gather_blocks": (pool, order[:4]),
+            "scatter_blocks": (pool, staged, order[:4], num_moved),
+        }
+        for name, arguments in args.items():
+            got = getattr(mosaic, name)(*arguments, interpret=True)
+            wanted = getattr(xla, name)(*arguments)
+            np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, wanted)))
+
+
 def broken():
     """A loader which does not wait until a stage is free."""
     load, original = mosaic_attention._load, mosaic_attention.plgpu
@@ -81,7 +112,11 @@ def broken():
 
 
 CASES = {f"{kind.__name__}_{name}": functools.partial(kind, name) for kind in (decode, prefill) for name in SHAPES}
-CASES |= {"long": long, "vmap": vmap, "broken": broken}
+CASES |= {
+    "chosen_decode": functools.partial(chosen, [1, 1, 1]),
+    "chosen_prefill": functools.partial(chosen, [1, 20, 3]),
+}
+CASES |= {"moves": moves, "long": long, "vmap": vmap, "broken": broken}
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import triton_attention, triton_words, tuning
-from pallas_kernels.triton_decode import share_tiles
+from pallas_kernels import tuning
+from pallas_kernels.triton import attention as triton_attention
+from pallas_kernels.triton import words as triton_words
+from pallas_kernels.triton.decode import share_tiles
 from tests.kernels.attention import Case, check_decode, decode, options_for
 
 TILE = 16

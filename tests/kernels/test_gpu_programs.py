@@ -40,6 +40,8 @@ def test_programs_stay_within_their_budgets_which_stay_close(name):
     if name in BUFFERED:
         assert sum(counts.get("command_buffers", 0) for counts in parts.values()) == 1
         assert not any(counts["stops"] for counts in parts.values())
+    if name.startswith(("extend", "block")):
+        assert not any(counts.get("large_copies") for counts in parts.values())
     if name.startswith("extend"):
         assert set(parts) == {"all"}
     elif name.startswith("step"):
@@ -60,6 +62,15 @@ def test_programs_stay_within_their_budgets_which_stay_close(name):
 def test_a_loop_of_steps_whose_length_is_fixed_does_not_stop():
     assert parts_of("loop_fixed")["step"]["stops"] == 0
     assert parts_of("loop_unbuffered")["step"]["stops"] == 1
+
+
+@needs_toolchain
+def test_a_pass_with_a_drafter_has_few_more_kernels_than_a_step():
+    """A plain step with `ngram` looks up its drafts too. A pass that verifies drafts has a ragged view in addition."""
+    plain, drafted = parts_of("scheduled")["step"], parts_of("drafted")
+    assert 0 < drafted["narrow"]["kernels"] - plain["kernels"] <= 12
+    assert 0 < drafted["wide"]["kernels"] - plain["kernels"] <= 16
+    assert not drafted["narrow"]["stops"] and not drafted["wide"]["stops"]
 
 
 def write(tmp_path, budgets, **more):

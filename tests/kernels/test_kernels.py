@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import mosaic, tpu, triton, triton_rope, xla
+from pallas_kernels import mosaic, tpu, triton, xla
 from pallas_kernels.quantise import largest, quantise
 from pallas_kernels.schedule import query_tiles, split_lengths
-from pallas_kernels.triton_attention import by_bits
+from pallas_kernels.triton import rope as triton_rope
+from pallas_kernels.triton.attention import by_bits
 from tests.kernels import on_gpu
 
 

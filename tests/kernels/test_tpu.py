@@ -19,6 +19,7 @@ from tests.drive import output_of
 from tests.kernels import interpret_tpu
 from tests.kernels.attention import Case, options_for
 from tests.poison import poisoned
+from tests.kernels.chosen import check_chosen
 
 LENGTHS, COUNTS = [1, 0, 37, 16, 70], [1, 0, 20, 1, 7]
 SHAPES = [(2, 2, 16, 4), (3, 1, 64, 8), (2, 2, 128, 4), (1, 4, 160, 8)]  # kv heads, group, width, block size
@@ -183,6 +184,14 @@ def test_the_kernel_serves_all_views(form, monkeypatch):
         got = jax.jit(lambda q: kvjax.attend(q, pools, 1, view, soft_cap=2.0, implementation="tpu"))(q)
     np.testing.assert_allclose(got, wanted, rtol=5e-6, atol=5e-6)
     assert np.any(np.asarray(wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[1, 1], [20, 3]])
+def test_the_kernel_reads_chosen_blocks(counts):
+    columns = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0]], bool)
+    with interpret_tpu.installed():
+        check_chosen(kernel_case([70, 50]), tpu, counts, columns=columns)
 
 
 @pytest.mark.parametrize(

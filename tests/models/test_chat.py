@@ -155,7 +155,7 @@ def test_a_server_starts_without_chats_where_the_checkpoints_files_are_broken(tm
         (tmp_path / "tokenizer_config.json").write_text("{")
     else:
         folder(tmp_path, template)
-    found = serve._template(parser, parser.parse_args(["--checkpoint", str(tmp_path)]))
+    found = serve.open_template(parser, parser.parse_args(["--checkpoint", str(tmp_path)]))
     assert found is not None and found.end == (template and "<end>") and len(notes) == 1
     assert notes[0].startswith("chats are refused: ") and BROKEN[template] in notes[0]
     with pytest.raises(ValueError, match=re.escape(BROKEN[template])):
@@ -164,7 +164,7 @@ def test_a_server_starts_without_chats_where_the_checkpoints_files_are_broken(tm
     (tmp_path / "own.jinja").write_text(template or "{% if %}")
     args = parser.parse_args(["--checkpoint", str(tmp_path), "--chat-template", str(tmp_path / "own.jinja")])
     with pytest.raises(SystemExit):
-        serve._template(parser, args)
+        serve.open_template(parser, args)
 
 
 # Files of tokenizers, as folders have them.

@@ -20,7 +20,7 @@ from kvjax.serving.sampling import sample
 from models import load, recall, serve
 from models.chat import Template
 from models.recall import CHECKPOINT
-from models.serve_app import _respond
+from models.serve_app import respond
 from tests.models.serve_kit import (
     KEY,
     ON,
@@ -248,7 +248,7 @@ def test_an_id_with_a_line_break_or_two_ids_reach_no_log(server):
 def test_a_failure_of_the_server_is_logged_with_its_id(caplog):
     request = types.SimpleNamespace(state=types.SimpleNamespace(request_id="abc"))
     with caplog.at_level(logging.ERROR):
-        response = asyncio.run(_respond(request, EngineError("broken")))
+        response = asyncio.run(respond(request, EngineError("broken")))
     assert json.loads(response.body)["request_id"] == "abc" and response.status_code == 503
     assert [record.getMessage() for record in caplog.records] == ["request abc: EngineError: broken"]
 

@@ -334,7 +334,7 @@ def test_a_template_without_a_format_refuses_tools_and_names_the_formats(client)
 def test_an_option_names_the_format(capsys, tmp_path):
     parser = serve.make_parser()
     args = parser.parse_args(["--checkpoint", str(CHECKPOINT), "--tool-format", "llama3"])
-    assert serve._tool_format(args, None).call_end == "<|eom_id|>"
+    assert serve.tool_format_of(args, None).call_end == "<|eom_id|>"
     with pytest.raises(SystemExit):
         parser.parse_args(["--checkpoint", str(CHECKPOINT), "--tool-format", "xml"])
     line = capsys.readouterr().err

@@ -102,6 +102,9 @@ class Block:
     move: int = 0  # number of the move that brings it to its tier, until that is complete
     unevictable: bool = False  # on the device, when blocks last moved, with a descendant on the host or moving
     queued: int = 0  # turn when it began to wait for its eviction in its tier
+    backed: bool = False  # on the device, with a copy on the host
+    copying: int = 0  # number of the move that makes this copy, until that is complete
+    left: bool = False  # it left the device by its copy in a loop, and its wait on the host has not begun
     passed: bool = False  # of a recurrent group: a row has gone past it, and no prompts part there
 
 
@@ -109,7 +112,8 @@ class Block:
 class Row:
     """A sequence: `length` tokens reserved, of which `tokens` are written, and a table per group. Gaps are NO_BLOCK.
 
-    Nothing reads the columns `holes` of the first table. A hole keeps its block as long as others read it.
+    Nothing reads the columns `holes` of the first table. A hole keeps its block as long as others read it. A row with
+    holes or with `approximate` K/V is private: it publishes nothing.
     """
 
     namespace: int = 0
@@ -120,6 +124,11 @@ class Row:
     retention: Retention = RETENTION
     swapped: bool = False
     holes: frozenset[int] = frozenset()
+    approximate: bool = False
+
+    @property
+    def is_private(self) -> bool:
+        return bool(self.holes) or self.approximate
 
     def copy(self) -> Row:
         """An equal row with its own lists."""
@@ -150,7 +159,23 @@ class Group:
     window: int | None = None
     sink_tokens: int = 0
     recurrent: bool = False
+    backups: bool = False
     index: dict[Node, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_device_ids(self) -> int:
+        """The largest number of blocks that the device can have."""
+        return len(self.blocks) - self.num_host_blocks
+
+    @property
+    def num_host_empty(self) -> int:
+        """The number of blocks on the host which neither have contents nor are a copy."""
+        used = sum(block.backed or (block.host and bool(block.node or block.refcount)) for block in self.blocks)
+        return self.num_host_blocks - used
+
+    def has_backup(self, block: int) -> bool:
+        """Whether a block on the device has a copy on the host which has arrived."""
+        return self.blocks[block].backed and not self.blocks[block].copying
 
     def counts(self) -> dict[str, int]:
         """The numbers of empty, cached and active blocks on the device."""

@@ -35,7 +35,6 @@ import numpy as np
 import kvjax
 from kvjax import Cache, CacheSpec, Status
 from kvjax._arrays import Pytree
-from kvjax.gpu import choice
 from kvjax.policies import lfu, priority
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
@@ -46,6 +45,7 @@ from kvjax.testing.expected import MAX_TOKENS
 from kvjax.testing.requests import Draws
 from kvjax.testing.trial import verify_order
 from kvjax.tiers import FailedTransfer, TieredCache
+from pallas_kernels import lowering_for
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, head_shape, token_rows
 from pallas_kernels.loops import scan, varying
 from tests import cases, drive
@@ -328,11 +328,11 @@ def block_of_steps(
     return cache, committed, trimmed
 
 
-def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the kernels of `kvjax/gpu` where they serve, in Pallas's interpreter."""
+def for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in its form for a GPU, on the device of this process."""
 
     def call(*args, **kwargs):
-        with choice.interpreted():
+        with lowering_for("cuda"):
             return function(*args, **kwargs)
 
     return call
@@ -352,12 +352,12 @@ def _rollout(*args: Any, **options: Any) -> Any:
 
 
 @functools.cache
-def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
+def programs(lowered: bool = False) -> dict[str, Callable[..., Any]]:
     """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit". Verbs donate it."""
 
     def jit(function, name=None):
         static = draws.static(function) if name else ()
-        function = with_kernels(function) if kernels else function
+        function = for_gpu(function) if lowered else function
         return jax.jit(function, donate_argnums=() if name in READERS else 0, static_argnames=static)
 
     found = {name: jit(verb, name) for name, verb in draws.verbs("state").items()}
@@ -391,7 +391,7 @@ class Config:
       heads: kv heads. If there are several, a mesh of as many devices divides them.
       context: devices which divide blocks.
       generate: whether `generate` is among the requests.
-      kernels: whether the transitions of a decode step are interpreted kernels.
+      lowered: whether the verbs have their form for a GPU.
       verbs: the verbs to call, or None for all. "loop admit" is an admit inside a loop, "wide extend" an extend between
         loops. Fewer take less time to compile.
       policy: the policy of eviction. None means `lru`.
@@ -410,7 +410,7 @@ class Config:
     heads: int = 1
     context: int = 1
     generate: bool = True
-    kernels: bool = False
+    lowered: bool = False
     verbs: tuple[str, ...] | None = None
     policy: EvictionPolicy | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -449,7 +449,8 @@ class Row:
     """The right contents of a sequence: `items` are written, and `prompt` may have more tokens to write.
 
     Its first group has no blocks in the columns `holes`. K/V computed after a hole are approximate: `spoiled` has
-    (position, salt), and the names from each position on differ from the names of the text.
+    (position, salt), and the names from each position on differ from the names of the text. K/V are `approximate` too
+    if a commit of a sparse cache did not call them exact.
     """
 
     namespace: int
@@ -458,6 +459,7 @@ class Row:
     swapped: bool = False
     holes: frozenset[int] = frozenset()
     spoiled: tuple[tuple[int, int], ...] = ()
+    approximate: bool = False
 
     def names(self) -> np.ndarray:
         """i32[n]: the names of the row's tokens."""
@@ -467,10 +469,10 @@ class Row:
         return names
 
     def spoil(self, length: int, salt: int) -> None:
-        """Makes the K/V approximate from `length` on, as far as there are holes before."""
+        """Makes the K/V approximate from `length` on, if there are holes before, or approximate K/V."""
         before = tuple(mark for mark in self.spoiled if mark[0] < length)
         self.holes = frozenset(column for column in self.holes if column * SIZE < length)
-        self.spoiled = (*before, (length, salt)) if self.holes else ()
+        self.spoiled = (*before, (length, salt)) if self.holes or self.approximate else ()
 
 
 @dataclasses.dataclass
@@ -511,10 +513,11 @@ class Life:
         self.config, self.faults, self.spec = config, faults, config.spec()
         self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
         self.version = self.salts = 0
+        self.looping = False
         self.tally: collections.Counter[str] = collections.Counter()
         self.arguments: set[draws.Argument] = set()
         self.time = 2**31 - 20
-        self.programs = programs(config.kernels)
+        self.programs = programs(config.lowered)
         self.leave = {"max_removed": LEAVE} if config.every else {}
         self.begin()
 
@@ -675,6 +678,9 @@ class Life:
                     if spec.recurrent:
                         names, at = names[-1:], at[-1:]
                     want(f"block {block} {path}", np.full(len(names), slot[block]), at, names)
+                    copy = -1 if not self.spec.backups or group.host is None else group.host.backup[block]
+                    if copy >= 0:
+                        want(f"the backup of block {block} {path}", np.full(len(names), slot[copy]), at, names)
             for adoption in self.adoptions:
                 reserved = adoption.blocks[number] >= 0
                 rows = slot[adoption.blocks[number][reserved]]
@@ -741,6 +747,7 @@ class Life:
                 self.tally["dropped by the host"] += bool(node and node[2])
             if event["kind"] == "updated":
                 self.tally["offloaded" if event["level"] else "onboarded"] += 1
+                self.tally["left in a loop"] += self.looping and event["level"] == 1
         return records
 
     def call(self, face: str, verb: str, *args: Any, **options: Any) -> Any:
@@ -763,8 +770,8 @@ class Life:
         return events
 
     def on_face(self, verb: str, *args: Any, **options: Any) -> kvjax.Events:
-        """Runs a verb without moves between the tiers."""
-        face = self.face
+        """Runs a verb without moves between the tiers, as in a loop."""
+        face, self.looping = self.face, True
         if verb in ("admit", "extend"):
             face = "Cache" if face == "state" else face  # a state's copies are left to its caller
             options |= {"tiers": BOTH[:1]} if face == "TieredCache" else {}
@@ -815,10 +822,12 @@ class Life:
 
     def note(self, verb: str, events: kvjax.Events) -> kvjax.Events:
         status = np.asarray(events.status)
+        self.tally["copied ahead"] += verb == "backup" and int(np.sum(np.asarray(events.transfer.block) >= 0))
         verify_order(verb, events)
         self.tally[verb] += bool((status == Status.OK).any())
         self.tally.update(Status(s).name for s in status.tolist() if s)
         self.follow(events)
+        self.looping = False
         return events
 
     def lose(self, lost: list[int]) -> None:
@@ -975,6 +984,7 @@ class Life:
         if not any(new) and not flaw:
             return
         some = {} if by_name is None else {"seqs": np.array(rows, np.int32)}
+        exact = {name: mask[rows] for name, mask in self.exact(new, request.get("exact", [True] * ROWS)).items()}
         of_rows = self.appended(new)
         values, tokens, counts, extra = (None if x is None else x[rows] for x in of_rows)
         counts, before = np.where(np.array(rows) < 0, 0, counts).astype(np.int32), self.state.groups
@@ -984,10 +994,10 @@ class Life:
             tokens[at, 0] = -1 if flaw == "token" else tokens[at, 0]
         if how == "step":
             face = "Cache" if self.face == "state" else self.face
-            events = self.call(face, "step", Constant(values), tokens, counts, **some)
+            events = self.call(face, "step", Constant(values), tokens, counts, **some, **exact)
         else:
             self.write_rows(how, values, np.where(np.array(rows) == flawed, 0, counts), some)
-            events = self.call(self.face, "commit", tokens, counts, extra_ids=extra, **some)
+            events = self.call(self.face, "commit", tokens, counts, extra_ids=extra, **some, **exact)
         wanted = [Status.BAD_REQUEST if flaw and number == at else Status.OK for number in range(len(rows))]
         assert np.asarray(events.status).tolist() == wanted, f"commit: {np.asarray(events.status)}, wanted {wanted}"
         self.tally["refused in a step"] += bool(flaw)
@@ -1018,6 +1028,17 @@ class Life:
                 flat[line, at : at + number] = source[offset : offset + number]
             self.cache = self.cache.replace(pools=self.programs["write"](self.cache.pools, view, flat))
             done = done + part
+
+    def exact(self, new: list[Path], wanted: list[bool]) -> dict[str, np.ndarray]:
+        """The option of `commit` that tells a sparse cache which rows have exact K/V. Spoils the K/V of the others."""
+        if not self.spec.sparse:
+            return {}
+        for seq, line in enumerate(new):
+            if line and not wanted[seq]:
+                self.tally["approximate"] += 1
+                self.rows[seq].approximate = True
+                self.rows[seq].spoil(len(self.rows[seq].items), self.salt())
+        return {"exact": np.array(wanted)}
 
     def appended(self, new: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Adds items to the rows. Returns K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
@@ -1058,6 +1079,7 @@ class Life:
             row = self.rows[seq]
             rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
             new[seq] = rest[: min(request["num_tokens"][seq], int(want[seq]))]
+        self.exact(new, [False] * ROWS)  # the program's commit says nothing
         values, tokens, counts, extra = self.appended(new)
         extra = None if extra is None else extra[:, :SIZE]
         self.cache, committed, trimmed = self.programs["decode"](
@@ -1206,6 +1228,9 @@ class Life:
     def _watermark(self, request: Request) -> None:
         self.lose(self.moving("watermark", np.int32(request["empty"]), max_blocks=EMPTIED, group=request["group"])[1])
 
+    def _backup(self, request: Request) -> None:
+        self.lose(self.moving("backup", max_blocks=EMPTIED, group=request["group"])[1])
+
     def _swap_out(self, request: Request) -> None:
         """Swaps a row out or in."""
         verb, seq = request["verb"], request["seq"]
@@ -1259,7 +1284,7 @@ class Life:
             if self.has_host:  # rows are swapped out where blocks run out
                 run, options = drive.run_batch, Scheduler(reserve="num_tokens", preempt="swap", **how)
                 how = {"scheduler": options, "priority": request["priorities"]}
-            run = with_kernels(run) if self.config.kernels else run
+            run = for_gpu(run) if self.config.lowered else run
             outputs, cache, events = run(
                 Chain(roots, self.config.layers), cache, prompts, max_new_tokens=request["most"],
                 namespace=spaces, steps=4, reuse="any", **how,
@@ -1369,13 +1394,17 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 _WEIGHTS = {
     "admit": 30, "commit": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "decode": 24, "trim": 3, "thin": 9, "forget_namespaces": 1, "update": 2,
-    "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "swap_out": 5, "swap_in": 8,
+    "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "backup": 6, "swap_out": 5,
+    "swap_in": 8,
     "complete": 3, "generate": 2,
     "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "finish_adoption": 6, "misuse": 2,
 }  # fmt: skip
 
 
-RARE = ("pin", "unpin", "evict", "swap_out", "swap_in", "beam_step", "fork", "trim", "offload", "onboard", "watermark")
+RARE = (
+    "pin", "unpin", "evict", "swap_out", "swap_in", "beam_step", "fork", "trim", "offload", "onboard", "watermark",
+    "backup",
+)  # fmt: skip
 
 
 class Requests(Draws):
@@ -1457,9 +1486,10 @@ class Requests(Draws):
             "forget_namespaces": life.mirror.nodes, "update": life.version < VERSIONS - 1,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
             **dict.fromkeys(("offload", "onboard", "watermark"), between and life.mirror.nodes),
+            "backup": between and life.spec.backups and life.mirror.nodes,
             "swap_out": between and used, "swap_in": between and len(life.rows) > len(used), "complete": life.flying,
             "generate": generates,
-            **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.kernels),
+            **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.lowered),
             "adopt": True, "misuse": True, "reserve": len(life.adoptions) < 2, "deliver": life.adoptions,
             "finish_adoption": life.adoptions
             and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
@@ -1501,6 +1531,8 @@ class Requests(Draws):
                 request |= {"which": self.number(100), "arrived": self.columns(0.8), "again": self.chance(0.2)}
             case "commit":
                 request |= self.make("commit")
+                if life.spec.sparse:
+                    request["exact"] = self.per_row(0.8)
                 if every:
                     request["how"] = ("step", "view", "ragged", "mixed")[self.number(4)]
                     request["seqs"] = [-1 if self.chance(0.1) else seq for seq in self.rng.permutation(ROWS).tolist()]
@@ -1628,7 +1660,7 @@ FAST = (
 EVERY = (
     *FAST[:7], "loop adopt", "loop reserve", "wide extend", "trim", "complete", "update", "adopt", "reserve", "deliver",
     "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
-    "watermark", "swap_out", "swap_in", "misuse", "thin",
+    "watermark", "swap_out", "swap_in", "misuse", "thin", "backup",
 )  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
@@ -1650,11 +1682,12 @@ CONFIGS = {
         generate=False,
         policy=priority(),
         verbs=EVERY,
-        options={"extra_ids": True, "retention": True, "thinning": True},
+        options={"extra_ids": True, "retention": True, "thinning": True, "sparse": True},
     ),
+    "sparse, windows, host": Config((FULL, (6, 1)), host=5, options={"sparse": True}),
     "extra ids": Config(options={"extra_ids": True}),
-    "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
-    "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
+    "fast lowered": Config(lowered=True, generate=False, verbs=FAST),
+    "lowered, extra ids": Config(lowered=True, options={"extra_ids": True}),
     "rollouts": Config(
         verbs=("admit", "commit", "release", "update", "forget_namespaces", "pin", "unpin", "rollout", "score")
     ),
@@ -1662,6 +1695,15 @@ CONFIGS = {
         host=8, verbs=("admit", "commit", "release", "swap_out", "swap_in", "pin", "unpin", "update", "generate")
     ),
     "host": Config(host=5),
+    "fast backups": Config(
+        host=8, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "backup"), options={"backups": True}
+    ),
+    "backups": Config(host=8, options={"backups": True}),
+    "backups, windows, int8": Config(
+        (FULL, (6, 1)), host=6, dtype="int8", faces=("TieredCache",), options={"backups": True}
+    ),
+    "backups, recurrent": Config((FULL, RECURRENT, LATENT), host=7, faces=("TieredCache",), options={"backups": True}),
+    "backups, mesh": Config((FULL, (6, 0)), host=6, faces=("TieredCache",), heads=2, options={"backups": True}),
     "host, int8, methods": Config(host=5, dtype="int8", faces=("TieredCache",)),
     "by class, host": Config(host=5, policy=lfu()),
     "whole blocks, host": Config(host=4, options={"partial_reuse": False}),

@@ -68,15 +68,19 @@ class Oracle(Tiers):
         offload_min_priority: int = 0,
         bare: bool = False,
         recurrent: int = 0,
+        sparse: bool = False,
+        backups: bool = False,
     ):
         """Makes an empty cache. The leaf of the lowest `score` is evicted first, among equals the oldest.
 
         `windows` are (tokens, sink tokens, blocks) of further groups. A last group of recurrent layers has `recurrent`
-        blocks. Each group has so many host blocks, except a `bare` first group.
+        blocks. Each group has so many host blocks, except a `bare` first group. A `sparse` cache takes written K/V for
+        approximate, unless `commit` is told that they are exact.
         """
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
         self.partial_reuse = partial_reuse
+        self.sparse = sparse
         self.score = score
         self.min_priority = offload_min_priority
         self.groups = [self._group(0, num_blocks, 0 if bare else num_host_blocks)]
@@ -84,6 +88,8 @@ class Oracle(Tiers):
             self.groups.append(self._group(number, blocks, num_host_blocks, window, sinks))
         if recurrent:
             self.groups.append(self._group(len(self.groups), recurrent, num_host_blocks, 2, recurrent=True))
+        for group in self.groups:
+            group.backups = backups and group.num_host_blocks > 0
         self.rows = [self._free_row() for _ in range(max_seqs)]
         self.clock = self.turn = self.moves = 0
         self.now = 0  # ms; set by the caller
@@ -163,7 +169,7 @@ class Oracle(Tiers):
                 continue
             found = [[self._in_group(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
             pairs = list(zip(self.groups, found, strict=True))
-            back = [{b for b in ids if b != NO_BLOCK and group.blocks[b].host} for group, ids in pairs]
+            back = [[b for b in ids if b != NO_BLOCK and group.blocks[b].host] for group, ids in pairs]
             length = len(prompt) if reserve_tokens is None else min(len(prompt), cached + reserve_tokens)
             if self._blocks_for(length) > self.max_blocks_per_seq:
                 return Result([Status.ROW_FULL])
@@ -268,14 +274,15 @@ class Oracle(Tiers):
                 copies.append(seq)
         return copies
 
-    def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None, unpublished=()) -> Result:
+    def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None, unpublished=(), exact=()) -> Result:
         """Records the K/V of each row's next `num_tokens[seq]` tokens as written. Full blocks become findable.
 
         A block whose content is already cached is swapped for the cached block. Rows follow the order of `seqs` (None:
         all rows, by number), so if several fill equal blocks, the first row's block stays. Blocks of the rows
-        `unpublished` do not become findable.
+        `unpublished` do not become findable. In a sparse cache only rows `exact` stay findable.
         """
         status, events, slid, filled, published = [Status.OK] * len(self.rows), [], [], [], []
+        backed = {node for node, block in self.index.items() if self.groups[0].has_backup(block)}
         for seq in range(len(self.rows)) if seqs is None else seqs:
             row, count = self.rows[seq], num_tokens[seq]
             new = list(tokens[seq][: max(count, 0)])
@@ -284,11 +291,12 @@ class Oracle(Tiers):
                 status[seq] = Status.BAD_REQUEST
                 continue
             before = len(row.tokens)
+            row.approximate |= self.sparse and count > 0 and seq not in exact
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
             for i in range(before // self.block_size, len(row.tokens) // self.block_size):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
-                if seq in unpublished or row.holes or not self._intact(node) or self.blocks[row.tables[0][i]].move:
-                    break  # K/V after a hole are approximate, or a move has failed
+                if seq in unpublished or row.is_private or not self._intact(node) or self.blocks[row.tables[0][i]].move:
+                    break  # K/V are approximate, or a move has failed
                 filled.append(node)
                 for group in self.groups:
                     table, duplicate = row.tables[group.number], group.index.get(node)
@@ -299,8 +307,7 @@ class Oracle(Tiers):
                         published += [node] if group.number == 0 else []
                     else:
                         if group.blocks[duplicate].host:  # its contents are on the device now
-                            group.blocks[duplicate].host, group.blocks[duplicate].move = False, 0
-                            self._mark_unevictable(group, node)
+                            self._take_over(group, duplicate, backed)
                             events.append(Event("updated", *node, group.number))
                         group.blocks[duplicate].refcount += 1
                         group.blocks[duplicate].hits += 1
@@ -460,7 +467,7 @@ class Oracle(Tiers):
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
                 node = (row.namespace, path)
                 private = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
-                if self.partial_reuse and is_tail and private and not row.swapped and not row.holes:
+                if self.partial_reuse and is_tail and private and not row.swapped and not row.is_private:
                     siblings = [
                         (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
                     ]
@@ -607,8 +614,8 @@ class Oracle(Tiers):
         if not any(columns):
             return Result([Status.OK]), Adopted()
         held = [self.index[node] for node in found]
-        spared, back = [set() for _ in self.groups], [set() for _ in self.groups]
-        spared[0], back[0] = set(held), {block for block in held if self.blocks[block].host}
+        spared, back = [set() for _ in self.groups], [[] for _ in self.groups]
+        spared[0], back[0] = set(held), [block for block in held if self.blocks[block].host]
         missing = max(
             self._missing(group, len(own) + len(back[group.number]), spared[group.number])
             for group, own in zip(self.groups, columns, strict=True)
@@ -659,11 +666,12 @@ class Oracle(Tiers):
 
     def reset(self) -> Result:
         """Forgets everything cached, once nothing is held."""
-        if any(block.refcount or block.move for group in self.groups for block in group.blocks):
+        if any(block.refcount or block.move or block.copying for group in self.groups for block in group.blocks):
             return Result([Status.HELD])
         for group in self.groups:
             group.index.clear()
             for block in group.blocks:
+                block.backed, block.left = False, False
                 block.node, block.children, block.host, block.unevictable = None, 0, False, False
         return Result([Status.OK], [Event("cleared", group=group.number) for group in self.groups])
 
@@ -799,7 +807,7 @@ class Oracle(Tiers):
             block = group.blocks[group.index.pop(node)]
             if block.parent is not None and group.number == 0:
                 self.blocks[block.parent].children -= 1
-            block.node = None
+            block.node, block.backed, block.copying, block.left = None, False, 0, False
             if not block.refcount:
                 block.host, block.move, block.unevictable = False, 0, False
         return [Event("removed", *node, group.number) for group in groups]
@@ -817,9 +825,15 @@ class Oracle(Tiers):
     def _choose(self, group: Group, count: int, tiers: bool, spared: Sequence[int] | set = ()) -> list[int] | None:
         """Victims on the device, in order, to make `count` blocks free, or None if there are too few."""
         missing = max(0, count - group.counts()["empty"])
-        victims: list[int] = []
         if not missing:
-            return victims
+            return []
+        unevictable = [] if tiers else [b for b, block in enumerate(group.blocks) if block.unevictable]
+        victims = self._victims(group, missing, {*spared, *unevictable})
+        return victims if len(victims) == missing else None
+
+    def _victims(self, group: Group, most: int, spared: Sequence[int] | set = ()) -> list[int]:
+        """The next victims on the device, in order, at most so many. None of `spared` and of their prefixes leaves."""
+        victims: list[int] = []
         blocks = group.blocks
         candidates = {
             b for b in group.index.values() if not blocks[b].refcount and not blocks[b].host and not blocks[b].move
@@ -827,12 +841,10 @@ class Oracle(Tiers):
         on_device = [b for b in self.index.values() if not self.blocks[b].host] if group.number == 0 else []
         children = collections.Counter(self.blocks[b].parent for b in on_device)
         score = self.score if group.number == 0 else snapshots if group.recurrent else lru
-        while len(victims) < missing:
+        while len(victims) < most:
             leaves = [b for b in candidates if not children[b]]
-            if not tiers:  # a block with descendants on the host must stay
-                leaves = [b for b in leaves if not blocks[b].unevictable]
             if not leaves:
-                return None
+                break
             victim = min(leaves, key=lambda b: (score(blocks[b]), blocks[b].released))
             victims.append(victim)
             candidates.remove(victim)
@@ -840,7 +852,7 @@ class Oracle(Tiers):
                 children[blocks[victim].parent] -= 1
         return victims
 
-    def _take(self, counts: list[int], tiers: bool, spared: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
+    def _take(self, counts: list[int], tiers: bool, spared: Sequence[set] = (), back: Sequence[list] = ()) -> Any:
         """Takes `counts` blocks of each group, empty blocks first, then victims. Their refcount becomes 1.
 
         Blocks `back` of each group come to the device, which takes blocks too. Returns the blocks, events and moves, or
@@ -850,7 +862,7 @@ class Oracle(Tiers):
         events, moves, taken = [], [], []
         for group, count in zip(self.groups, counts, strict=True):
             exempt = spared[group.number] if spared else set()
-            onboarded = back[group.number] if back else set()
+            onboarded = back[group.number] if back else []
             victims = self._choose(group, count + len(onboarded), tiers, exempt)
             done = None if victims is None else self._leave(group, victims, tiers, exempt, onboarded)
             if done is None:

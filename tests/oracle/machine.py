@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvjax
+from kvjax.blocks.backups import LEFT
 from kvjax.policies.ring import Ring
 from kvjax.serving.capacity import num_steps
 from kvjax.testing.trial import verify_order
@@ -39,12 +40,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "thinning": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 4, "thinning": True},
     "thinning, plain": {"thinning": True},
     "thinning, recurrent": {"layers": [(None, 0), "recurrent"], "thinning": True},
+    "sparse": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 4, "thinning": True, "sparse": True},
+    "sparse, plain": {"sparse": True},
     "windows alone": {"layers": [(5, 0), (9, 1)], "partial_reuse": False},
     "recurrent": {"layers": [(None, 0), "recurrent"]},
     "recurrent alone": {"layers": ["recurrent"]},
     "recurrent, host": {"layers": [(None, 0), (6, 3), "recurrent"], "num_host_blocks": 3},
     "host": {"num_host_blocks": 5},
     "host, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 3},
+    "backups": {"num_host_blocks": 7, "backups": True},
+    "backups, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 5, "backups": True},
+    "backups, recurrent": {"layers": [(None, 0), "recurrent"], "num_host_blocks": 5, "backups": True},
+    "backups, thinning": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 5, "backups": True, "thinning": True},
+    "backups, retention": {
+        "policy": "priority", "retention": True, "num_host_blocks": 6, "offload_min_priority": 30, "backups": True,
+    },
     "host, retention": {
         "policy": "priority", "retention": True, "num_host_blocks": 4, "offload_min_priority": 30,
         "partial_reuse": False,
@@ -136,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, **options)
         self.timed, self.extra, self.host = spec.retention, spec.extra_ids, spec.has_host
-        self.thinning = spec.thinning
+        self.thinning, self.sparse = spec.thinning, spec.sparse
         sizes = {group.key: max(blocks, spec.least_blocks(group)) for group in spec.groups}
         self.state = kvjax.init(spec, chosen, num_blocks=sizes)
         sliding = [group for group in spec.window_groups if not group.recurrent]
@@ -145,6 +155,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.oracle = Oracle(
             first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score, windows,
             options.get("num_host_blocks", 0), spec.offload_min_priority, spec.bare, blocks * spec.has_recurrent,
+            spec.sparse,
+            spec.backups,
         )  # fmt: skip
         if self.timed:  # the score depends on the time
             self.oracle.score = functools.partial(score, self.oracle)
@@ -270,9 +282,10 @@ class CacheMachine(RuleBasedStateMachine):
             if self.extra:
                 library = np.stack([padded(line) for line in ids])
             counts = [len(line) for line in lines]
-            wanted = self.oracle.commit(lines, counts, extra_ids=ids)
+            exact, options = self.exact(range(ROWS))
+            wanted = self.oracle.commit(lines, counts, extra_ids=ids, exact=exact)
             batch = np.stack([padded(line) for line in lines])
-            self.both("commit", wanted, batch, np.asarray(counts, np.int32), extra_ids=library)
+            self.both("commit", wanted, batch, np.asarray(counts, np.int32), extra_ids=library, **options)
             if end == "release":
                 self.release(seq)
             elif end == "swap_out" and self.host:
@@ -324,22 +337,29 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         tokens=lists(lists(st.integers(0, 2), min_size=WIDTH, max_size=WIDTH), min_size=ROWS, max_size=ROWS),
         amount=st.sampled_from((99, 99, 3, 1, 0, 100, -1)), same=st.booleans(), negative=st.booleans(),
+        exact=lists(mostly, min_size=ROWS, max_size=ROWS),
     )  # fmt: skip
-    def commit(self, tokens, amount, same, negative):
+    def commit(self, tokens, amount, same, negative, exact):
         reserved = [row.length - len(row.tokens) for row in self.oracle.rows]
         counts = [min(amount, r) if amount < 100 else r + 1 for r in reserved]
         if same:
             tokens = [[0] * WIDTH] * ROWS
         if negative:
             tokens = [[-1, *tokens[0][1:]], *tokens[1:]]
-        self.write(tokens, counts)
+        self.write(tokens, counts, [seq for seq in range(ROWS) if exact[seq]])
 
-    def write(self, tokens, counts):
-        """Commits lines of `WIDTH` tokens."""
+    def exact(self, rows):
+        """These rows as those whose K/V are exact, if the cache may be told so, and the option that tells it."""
+        return (rows, {"exact": np.isin(np.arange(ROWS), [*rows])}) if self.sparse else ((), {})
+
+    def write(self, tokens, counts, rows=range(ROWS)):
+        """Commits lines of `WIDTH` tokens. The K/V of `rows` are exact."""
         ids = [self.ids(line)[0] for line in tokens] if self.extra else None
-        wanted = self.oracle.commit(tokens, counts, extra_ids=ids)
+        exact, options = self.exact(rows)
+        wanted = self.oracle.commit(tokens, counts, extra_ids=ids, exact=exact)
         library = np.asarray(ids, np.int32) if self.extra else None
-        self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
+        texts = np.asarray(tokens, np.int32), np.asarray(counts, np.int32)
+        self.both("commit", wanted, *texts, extra_ids=library, **options)
 
     def write_reserved(self):
         """Commits all tokens reserved by rows, so they are ready."""
@@ -534,6 +554,14 @@ class CacheMachine(RuleBasedStateMachine):
         of = of % len(self.state.groups)
         self.both("watermark", self.oracle.watermark(empty, 6, of), empty, max_blocks=6, group=of)
 
+    @precondition(lambda self: self.state.spec.backups and self.oracle.index)
+    @rule(of=st.integers(0, 1), hurry=mostly)
+    def backup(self, of, hurry):
+        of = of % len(self.state.groups)
+        self.both("backup", self.oracle.backup(6, of), max_blocks=6, group=of)
+        if hurry:
+            self.complete(True, True)
+
     @precondition(lambda self: self.host and self.used)
     @rule(seq=rows)
     def swap_out(self, seq):
@@ -582,6 +610,8 @@ class CacheMachine(RuleBasedStateMachine):
         if seqs.holes is not None:
             wanted = [[column in row.holes for column in range(BLOCKS_PER_ROW)] for row in self.oracle.rows]
             assert seqs.holes.tolist() == wanted
+        if seqs.approximate is not None:
+            assert seqs.approximate.tolist() == [row.approximate for row in self.oracle.rows]
         if seqs.swapped is not None:
             assert seqs.swapped.tolist() == [row.swapped for row in self.oracle.rows]
         self.agree_on_text()
@@ -597,6 +627,10 @@ class CacheMachine(RuleBasedStateMachine):
                 if group.host is not None:
                     assert bool(group.host.pool_row[ours] >= len(group.empty)) == block.host
                     assert bool(group.host.pending_transfer[ours] != 0) == (block.move > 0)
+                if group.host is not None and group.host.backup is not None:
+                    copy = int(group.host.backup[ours])
+                    assert (copy >= 0) == block.backed and (copy == LEFT) == block.left
+                    assert copy < 0 or bool(group.host.pending_transfer[copy] != 0) == (block.copying > 0)
                 if group.blocks.retention is not None:
                     requested = block.requested_priority
                     expected = [requested.priority, -1 if requested.ttl is None else requested.ttl]

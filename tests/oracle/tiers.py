@@ -7,12 +7,13 @@ import copy
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from tests.oracle.backups import Backups
 from tests.oracle.blocks import NO_BLOCK, Event, Group, Node, Result, Status, lru
 
 Move = tuple[int, int, int]
 
 
-class Tiers:
+class Tiers(Backups):
     """The verbs of the host tier, and helpers of the other verbs, as a part of `cache.Oracle`."""
 
     groups: list[Group]
@@ -51,7 +52,11 @@ class Tiers:
             if self._parent(node) in nodes and not own.blocks[b].host and node not in nodes:
                 return Result([Status.BAD_REQUEST])
         deepest = sorted(wanted, key=lambda b: -self._depth(own, b))
-        return self._moved(self._leave(own, deepest, True, (), (), min_priority=None, stays=True))
+        before = self.save()
+        done = self._leave(own, deepest, True, (), (), min_priority=None, stays=True)
+        if done is None:
+            self.restore(before)
+        return self._moved(done)
 
     def onboard(self, blocks: Sequence[int], group: int = 0) -> Result:
         """Moves cached blocks back. Their parents must be on the device or named too."""
@@ -76,7 +81,7 @@ class Tiers:
             return Result([Status.NO_BLOCKS])
         before = self.save()
         victims = self._choose(own, len(wanted), True, exempt)
-        done = None if victims is None else self._leave(own, victims, True, exempt, set(wanted))
+        done = None if victims is None else self._leave(own, victims, True, exempt, self._children_first(own, wanted))
         if done is None:
             self.restore(before)
             return Result([Status.NO_BLOCKS])
@@ -138,7 +143,7 @@ class Tiers:
         for group in self.groups:
             if not group.num_host_blocks:
                 continue
-            onboarded = {b for b in row.tables[group.number] if b != NO_BLOCK and group.blocks[b].host}
+            onboarded = [b for b in row.tables[group.number] if b != NO_BLOCK and group.blocks[b].host]
             victims = None if self._missing(group, len(onboarded)) else self._choose(group, len(onboarded), True)
             done = None if victims is None else self._leave(group, victims, True, (), onboarded)
             if done is None:
@@ -153,7 +158,11 @@ class Tiers:
         events, lost = [], []
         for number, b, move in moves:
             block = self.groups[number].blocks[b]
-            if block.move == move:
+            if block.copying == move:
+                block.copying = 0
+                if not ok:
+                    self._drop_copies(self.groups[number], [b] if number else self._followers([b]))
+            elif block.move == move:
                 if ok:
                     block.move = 0
                 else:  # on the move until it is empty
@@ -178,7 +187,7 @@ class Tiers:
         victims: Sequence[int],
         tiers: bool,
         spared: Collection[int],
-        onboarded: Collection[int],
+        onboarded: Sequence[int],
         min_priority: int | None = 0,
         held: bool = False,
         stays: bool = False,
@@ -190,41 +199,53 @@ class Tiers:
         """
         blocks, events = group.blocks, []
         priorities = {b: self._priority_of(group, b) for b in victims}
+        backed = [b for b in victims if group.has_backup(b)]
         to_host = [
             b
             for b in victims
             if tiers and group.num_host_blocks and (min_priority is None or priorities[b] >= self.min_priority)
         ]
-        evicted = [b for b in victims if b not in to_host]
+        to_host = [b for b in to_host if b not in backed]
+        if group.backups and tiers and (victims or onboarded):
+            self._settle(group)
+            self._drop_copies(group, [b for b in victims if b not in backed])
+        for b in backed:  # without a move
+            blocks[b].backed, blocks[b].host, blocks[b].left = False, True, not tiers
+        if group.backups and tiers:
+            self._make_room(group, len(to_host) - group.num_host_empty - len(onboarded))
+        num_empty = group.num_host_empty
+        evicted = [b for b in victims if b not in to_host and b not in backed]
         doomed = evicted if group.number else self._followers(evicted)
         if any((blocks[b].refcount or blocks[b].move) and b not in victims for b in doomed):
             return None
         offloaded = [b for b in to_host if b not in doomed]
         on_host = [b for b, block in enumerate(blocks) if block.host and (block.node or block.refcount)]
         on_host = [b for b in on_host if b not in doomed and b not in onboarded]
-        queued = {b: self.turn + i for i, b in enumerate(offloaded)}
+        queued = {
+            b: self.turn + i for i, b in enumerate(b for b in victims if b in offloaded or (tiers and b in backed))
+        }
         candidates = [b for b in on_host if not blocks[b].refcount and not blocks[b].move and b not in spared]
+        candidates = [b for b in candidates if not (stays and b in backed)]
+        num_copies = sum(block.backed for block in blocks)
         candidates += [] if stays else offloaded
         host_victims: list[int] = []
-        while len(on_host) + len(offloaded) - len(host_victims) > group.num_host_blocks:
-            nodes = [n for n, b in group.index.items() if b not in doomed and b not in host_victims]
-            parents = {self._parent(n) for n in nodes} if not group.number else set()
-            leaves = [b for b in candidates if b not in host_victims and blocks[b].node not in parents]
-            if not leaves:
+        while tiers and len(on_host) + len(offloaded) + num_copies - len(host_victims) > group.num_host_blocks:
+            victim = self._host_victim(group, candidates, {*doomed, *host_victims}, queued)
+            if victim is None:
                 return None
-            score = self.score if not group.number else lru
-
-            def rank(b: int, score=score) -> Any:
-                block = blocks[b]
-                return (queued.get(b, block.queued) if score is lru else score(block)), block.released
-
-            host_victims.append(min(leaves, key=rank))
+            host_victims.append(victim)
         if not held:
-            self.turn += len(offloaded)
+            self.turn += len(queued)
+        dropped = [b for b in doomed if b not in victims] + [b for b in host_victims if b not in offloaded]
         moves = []
         removed = sorted({*doomed, *host_victims}, key=lambda b: -self._depth(group, b))
         for b in removed:
             events += self._remove(b, group.number)
+        for b in backed:
+            if blocks[b].node:
+                events.append(Event("updated", *blocks[b].node, group.number))
+            blocks[b].queued = queued.get(b, blocks[b].queued)
+        num_used = max(0, len([b for b in offloaded if b not in removed]) - len(dropped) - num_empty)
         for b in to_host:
             if b in removed:
                 continue
@@ -238,27 +259,45 @@ class Tiers:
             moves.append(self._move(group, b))
             if blocks[b].node:
                 events.append(Event("updated", *blocks[b].node, group.number))
+        if group.backups:
+            self._keep_copies(group, onboarded, num_used)
         if tiers:
             self._find_unevictable(group)
         return events, moves
+
+    def _host_victim(self, group: Group, candidates: Sequence[int], gone: Collection[int], queued: Any) -> int | None:
+        """The candidate that leaves the host next, if the blocks `gone` have left, or None."""
+        blocks = group.blocks
+        nodes = [n for n, b in group.index.items() if b not in gone]
+        parents = {self._parent(n) for n in nodes} if not group.number else set()
+        leaves = [b for b in candidates if b not in gone and blocks[b].node not in parents]
+        score = self.score if not group.number else lru
+
+        def rank(b: int) -> Any:
+            block = blocks[b]
+            return (queued.get(b, block.queued) if score is lru else score(block)), block.released
+
+        return min(leaves, key=rank) if leaves else None
 
     def _host_space(self, group: Group) -> int:
         """The number of blocks for which the host has space. Blocks may leave it unless they move or are held."""
         used = [b for b, block in enumerate(group.blocks) if block.host and (block.node or block.refcount)]
         fixed = {b for b in used if group.blocks[b].refcount or group.blocks[b].move}
         leaves = [b for b in used if not fixed & {b, *([] if group.number else self._followers([b]))}]
-        return group.num_host_blocks - len(used) + len(leaves)
+        num_copies = sum(block.backed for block in group.blocks)
+        return group.num_host_blocks - len(used) - num_copies + len(leaves) + len(self._droppable(group))
 
     def _find_unevictable(self, group: Group) -> None:
         """Marks the device blocks which can't leave before a descendant."""
         if not group.num_host_blocks:
             return
         for block in group.blocks:
-            block.unevictable = block.move > 0
+            block.unevictable = block.move > 0 or block.copying > 0
         for node in sorted(group.index, key=lambda node: -len(node[1])) if not group.number else ():
             block, above = group.blocks[group.index[node]], self._parent(node)
-            if above[1] and not group.blocks[group.index[above]].host and (block.host or block.unevictable):
-                group.blocks[group.index[above]].unevictable = True
+            if above[1] and not group.blocks[group.index[above]].host:
+                stays = not group.has_backup(group.index[above]) if block.host else block.unevictable
+                group.blocks[group.index[above]].unevictable |= stays
 
     def _mark_unevictable(self, group: Group, node: Node) -> None:
         """Marks a block as unevictable if it has just come to the device alone, with its descendants on the host."""

@@ -30,11 +30,10 @@ from models import (
     __main__,
     commands,
     demo,
-    fleet,
     generate,
     prefill_decode,
-    router,
     save,
+    serve,
     session,
     stores,
     train,
@@ -75,7 +74,7 @@ STORE = "wanted a folder of a store, an empty one or none"
 ONE = "--checkpoint ids --prompt 1"
 LONGER = "in longer sequences the rope has other frequencies (sequence_length of rope_parameters)"
 NO_FILE = "No such file or directory"
-MAINS = {"generate": generate.main, "fleet": fleet.main}
+MAINS = {"generate": generate.main}
 NEW = 20
 QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
 
@@ -197,15 +196,6 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ),
         (f"{ONE} --agent {{taken}}", "--agent: got 127.0.0.1:{taken}, wanted a free port of this machine"),
         (f"{ONE} --metrics {{taken}}", "--metrics: 127.0.0.1:{taken}: Address already in use"),
-        ("fleet --replicas 1", "--replicas: got '1', wanted an int of at least 2"),
-        ("fleet --replicas two", "--replicas: got 'two', wanted an int of at least 2"),
-        ("fleet --gpus -1", "--gpus: got '-1', wanted a number of at least 0"),
-        ("fleet --bind tcp://127.0.0.1:5557", "--bind: got 'tcp://127.0.0.1:5557', wanted an IPv4 address"),
-        (
-            "fleet --bind 0.0.0.0",
-            "--bind: got 0.0.0.0 without --curve, wanted a loopback address or keys: whoever reaches the port reads "
-            "which prompts are cached",
-        ),
     ],
 )  # fmt: skip
 def test_errors_are_one_line(capsys, folders, line, message):
@@ -652,7 +642,7 @@ def test_commands_cache_compiled_programs_by_default(monkeypatch):
     assert calls == [True] and settings == {"jax_enable_compilation_cache": False}
 
 
-@pytest.mark.parametrize("command", [demo, fleet, generate, prefill_decode, router, train, verify])
+@pytest.mark.parametrize("command", [demo, generate, prefill_decode, serve, train, verify])
 def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
     with pytest.raises(SystemExit) as caught:
         command.main(["--help"])
@@ -672,10 +662,6 @@ def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     needed = 'needs tensorstore: pip install "kvjax[stores]"'
     assert refused(capsys, "--store", "new") == f"--store: {needed}"
     assert refused(capsys, main=prefill_decode.main, command="prefill_decode") == needed
-    needed = 'needs msgspec and pyzmq: pip install "kvjax[wires]"'
-    assert refused(capsys, main=router.main, command="router") == needed
-    needed = 'needs ray, msgspec and pyzmq: pip install "kvjax[fleet]"'
-    assert refused(capsys, main=fleet.main, command="fleet") == needed
     needed = 'needs msgspec and pyzmq: pip install "kvjax[wires]"'
     wanting = ["--checkpoint", "ids", "--prompt", "1", "--publish", "tcp://127.0.0.1:*"]
     assert refused(capsys, *wanting) == f"--publish: {needed}"

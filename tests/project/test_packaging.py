@@ -32,7 +32,7 @@ def test_the_core_needs_jax_and_numpy_alone():
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
     wanted = {
-        "models", "plot", "wires", "agent", "metrics", "stores", "serve", "tunix", "fleet", "eval", "test",
+        "models", "plot", "wires", "agent", "metrics", "stores", "serve", "tunix", "cluster", "eval", "test",
         "dev", "docs",
     }  # fmt: skip
     assert {"cuda12", "cuda13", *wanted} <= set(extras)

@@ -71,7 +71,13 @@ def call_sparse(
       >>> from models import loading, recall
       >>> model, _ = loading.load(recall.CHECKPOINT)
       >>> spec = kvjax.make_spec(
-      ...     model.layer_specs(), num_blocks=16, max_seqs=1, max_length=64, block_size=4, dtype="float32"
+      ...     model.layer_specs(),
+      ...     num_blocks=16,
+      ...     max_seqs=1,
+      ...     max_length=64,
+      ...     block_size=4,
+      ...     dtype="float32",
+      ...     sparse=True,
       ... )
       >>> prompt = np.array([recall.encode("alice is in paris . bob is in oslo . where is alice ?")])
       >>> cache = kvjax.Cache.create(spec)

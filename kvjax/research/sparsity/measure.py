@@ -200,7 +200,7 @@ class _Reader:
     def spec(self, texts: Texts) -> CacheSpec:
         rows = len(texts.tokens)
         num_blocks = rows * -(-self.options["max_length"] // self.options["block_size"])
-        return make_spec(self.layers, num_blocks=num_blocks, max_seqs=rows, **self.options)
+        return make_spec(self.layers, num_blocks=num_blocks, max_seqs=rows, sparse=True, **self.options)
 
     def block_bytes(self, texts: Texts) -> int:
         """Bytes of a block in all layers with full attention."""

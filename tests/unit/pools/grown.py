@@ -31,7 +31,9 @@ FORMS = {  # the view of the last tokens, the number of each row's, and the cach
 
 def spec_of(kind, dtype="float32"):
     num_blocks = {None: 40, **({WINDOW: 20} if KINDS[kind].window else {})}
-    return make_spec([KINDS[kind]], num_blocks=num_blocks, max_seqs=3, max_length=64, block_size=SIZE, dtype=dtype)
+    return make_spec(
+        [KINDS[kind]], num_blocks=num_blocks, max_seqs=3, max_length=64, block_size=SIZE, dtype=dtype, sparse=True
+    )
 
 
 @functools.cache

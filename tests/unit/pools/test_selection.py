@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over chosen blocks: equal to dense attention over the chosen tokens, with NaN in all other blocks."""
 
+import dataclasses
 import functools
 
 import jax
@@ -191,9 +192,11 @@ def test_a_free_row_stays_empty():
         ({"group": 1}, "group: got 1, wanted one of the 1 groups"),
         ({"group": -1}, "group: got -1, wanted an int of at least 0"),
         ({"view": None}, "view: got None, wanted a View of a cache"),
+        ({"sparse": False}, r"view: got one of a cache with sparse=False, wanted make_spec\(..., sparse=True\)"),
     ],
 )
 def test_refusals_name_the_argument(change, message):
-    given = {"view": view(kvjax.init(spec_of("kv")), 1), "columns": np.ones((3, 16), bool), **change}
+    spec = dataclasses.replace(spec_of("kv"), sparse=change.pop("sparse", True))
+    given = {"view": view(kvjax.init(spec), 1), "columns": np.ones((3, 16), bool), **change}
     with pytest.raises(ValueError, match=f"^{message}"):
         select_blocks(**given)

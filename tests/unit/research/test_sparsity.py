@@ -26,7 +26,13 @@ SIZE, COLUMNS = 4, 12
 LENGTHS = [41, 22, 7]  # with the token of the step
 BLOCKS = [11, 6, 2]
 SPEC = kvjax.make_spec(
-    [kvjax.LayerSpec(2, 8)], num_blocks=40, max_seqs=3, max_length=SIZE * COLUMNS, block_size=SIZE, dtype="float32"
+    [kvjax.LayerSpec(2, 8)],
+    num_blocks=40,
+    max_seqs=3,
+    max_length=SIZE * COLUMNS,
+    block_size=SIZE,
+    dtype="float32",
+    sparse=True,
 )
 
 
@@ -170,10 +176,15 @@ def test_a_budget_of_all_blocks_is_full_attention(model):
         assert got.blocks_read == got.blocks_held == got.blocks
 
 
+def small_spec(model):
+    sizes = {"num_blocks": 4, "max_seqs": 1, "max_length": 16, "block_size": 4}
+    return kvjax.make_spec(model.layer_specs(), dtype="float32", sparse=True, **sizes)
+
+
 @pytest.mark.long
 def test_a_scan_of_layers_refuses_a_policy_with_a_state(model):
     scanned = loading.scanned(model)
-    spec = kvjax.make_spec(model.layer_specs(), num_blocks=4, max_seqs=1, max_length=16, block_size=4, dtype="float32")
+    spec = small_spec(model)
     state, _ = kvjax.admit(kvjax.init(spec), 0, np.arange(8), 8)
     policy = sparsity.h2o()
     options = {"policy": policy, "budget": 0.5, "states": sparsity.init_states(policy, spec)}
@@ -192,7 +203,7 @@ def test_a_context_reaches_the_calls_in_it_and_no_others(model):
         seen.append(layer)
         return select_blocks(view, np.zeros(view.tables[0].shape[1], bool))
 
-    spec = kvjax.make_spec(model.layer_specs(), num_blocks=4, max_seqs=1, max_length=16, block_size=4, dtype="float32")
+    spec = small_spec(model)
     cache = kvjax.Cache.create(spec)
     cache, _ = cache.admit(0, np.arange(10, 20), 10)
     cache, _, _ = kvjax.step(model, cache, np.arange(10, 19)[None], np.array([9]))

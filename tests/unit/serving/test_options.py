@@ -25,7 +25,8 @@ INTS = (
 
 
 @pytest.mark.parametrize(
-    "name", [*INTS, "budget", "k", "reserve", "chunks", "preempt", "wait_for_prefix", "canonical", "order"]
+    "name",
+    [*INTS, "budget", "k", "reserve", "chunks", "preempt", "wait_for_prefix", "stop_before_loss", "canonical", "order"],
 )
 @pytest.mark.parametrize("value", ["9", 1.5, -1, ["fcfs"], {}])
 def test_an_option_of_another_type_makes_no_scheduler(name, value):

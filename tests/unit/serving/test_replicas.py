@@ -28,8 +28,12 @@ def test_the_rule_takes_what_is_cached_less_the_price_of_load_and_ends_ties_by_l
         ([16, 0], [10, 0], 1.0, 0),
         ([16, 0], [17, 0], 1.0, 1),
         ([20, 0], [30, 10], 0.0, 0),
-        ([20, 0], [61, 0], 0.0, 0),
-        ([20, 0, 0], [61, 0, 0], 0.0, 1),  # more than twice its share
+        ([20], [999], 0.0, 0),  # alone
+        ([20, 0], [40, 0], 0.0, 0),
+        ([20, 0], [41, 0], 0.0, 1),  # more than twice what the other one would have
+        ([20, 0], [61, 10], 0.0, 1),
+        ([20, 0, 0], [20, 0, 0], 0.0, 0),
+        ([20, 0, 0], [21, 0, 0], 0.0, 1),  # more than twice the others' mean
     ):
         assert choose_replica(cached, loads, 20, load_price=price) == wanted
 

@@ -5,6 +5,7 @@ The contract's way "drafts" runs all its cases with random drafts, and `oracle/e
 """
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import jax
@@ -23,9 +24,11 @@ from kvjax.serving import (
     chain,
     draft_model,
     early_exit,
+    measured_pass_cost,
     ngram,
     penalize,
 )
+from kvjax.serving.speculation_cost import estimated_pass_cost
 from kvjax.serving.speculation_stats import best_drafts
 from models import first_layers, load
 from tests.constraint_kit import LIMITS, Grammar
@@ -84,6 +87,13 @@ def test_grammars_and_penalties_hold_with_drafts(kind):
 
 
 @pytest.mark.long
+def test_blocks_of_a_fixed_number_of_passes_have_the_same_answers():
+    outputs, _ = run(Guesses.of(MODEL, VOCAB), fixed_steps=True)
+    assert_alike(outputs, wanted(REQUESTS))
+    assert sum(output.accepted_tokens for output in outputs) > 0
+
+
+@pytest.mark.long
 def test_a_pass_is_narrow_while_its_drafts_are_wrong():
     """A drafter is tried without a cost, and verified once it is right."""
     outputs, _ = run(Guesses.of(MODEL, VOCAB, WRONG, pass_cost=0.5))
@@ -137,12 +147,11 @@ def test_the_log_probabilities_of_a_rollout_with_drafts_are_those_of_score():
         )
     )(make_cache())  # fmt: skip
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
-    for index in np.ndindex(2, 2):
-        text = [*prompts[index[0]][: lengths[index[0]]].tolist(), *drafted.tokens[index].tolist()]
-        scores = jax.nn.log_softmax(MODEL.dense(jnp.asarray(text)))
-        first = int(lengths[index[0]])
-        by_text = [scores[position - 1, text[position]] for position in range(first, len(text))]
-        np.testing.assert_allclose(drafted.logprobs[index], by_text, atol=1e-5)
+    score = jax.jit(functools.partial(kvjax.score, chunk=BASE["scheduler"].chunk))
+    confirmed, *_ = score(MODEL, make_cache(), prompts, drafted.tokens, lengths)
+    np.testing.assert_allclose(drafted.logprobs, confirmed, atol=1e-5)
+    np.testing.assert_allclose(drafted.logprobs, plain.logprobs, atol=1e-5)
+    assert np.all(drafted.logprobs < 0)
 
 
 # Parts.
@@ -196,6 +205,23 @@ def test_ngrams_are_looked_up_as_by_hand():
     assert found > 20
 
 
+def test_the_cost_of_a_pass_is_estimated_or_measured():
+    """A pass with more positions costs more, and its share falls with the rows of a plain step."""
+    few, many, of_rows = estimated_pass_cost(1, 8), estimated_pass_cost(1, 16), estimated_pass_cost(32, 16)
+    assert 0 < few < many and of_rows < many
+    assert ngram(8).cost(1, 8) == few
+    assert ngram(8, pass_cost=0.25).cost(1, 8) == 0.25
+
+    def slow_pass(tokens, pools, view, *, last):
+        """A model whose time grows with its positions."""
+        x = jnp.ones((tokens.size, 256), jnp.float32)
+        x = jax.lax.fori_loop(0, 8, lambda _, x: jnp.tanh(x @ jnp.full((256, 256), 0.01)), x)
+        return jnp.zeros((last.shape[0], VOCAB)) + jnp.sum(x), pools
+
+    spec = kvjax.make_spec(num_blocks=8, max_seqs=1, max_length=32, block_size=8)
+    assert measured_pass_cost(jax.tree_util.Partial(slow_pass), spec, 2_000, rounds=3) > 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -203,7 +229,7 @@ def test_ngrams_are_looked_up_as_by_hand():
         (lambda: ngram(4, max_ngram=1), "max_ngram: got 1"),
         (lambda: ngram(4, window=3), "window: got 3"),
         (lambda: ngram(4, max_drafts=0), "max_drafts: got 0"),
-        (lambda: ngram(4, pass_cost=-1), "pass_cost: got -1, wanted a number of at least 0"),
+        (lambda: ngram(4, pass_cost=-1), "pass_cost: got -1, wanted a number of at least 0 or None"),
         (lambda: RunOptions(drafter=cast(Any, 4)), "drafter: got 4, wanted a kvjax.serving.Drafter or None"),
     ],
 )

@@ -91,7 +91,7 @@ BAD = {
     "commit": {
         "tokens": (floats(4, 8), ints(8), ints(3, 8), ints(4, 8, 1)),
         "num_tokens": (3, floats(4), ints(3), ints(4, 1), np.ones(4, bool)),
-        "extra_ids": (ints(4, 8),), "now": SCALAR,
+        "extra_ids": (ints(4, 8),), "exact": (True, ints(4)), "now": SCALAR,
     },
     "commit rows": {
         "seqs": (0, floats(2), ints(2, 1)), "tokens": (ints(4, 8),), "num_tokens": (ints(4),),

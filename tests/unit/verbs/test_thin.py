@@ -213,9 +213,8 @@ def dense(q, k, v, tokens):
 def thinned():
     """A cache whose rows have holes, with NaN in all that nobody reads; the K and V of each row's tokens."""
     layer = kvjax.LayerSpec(HEADS, WIDTH)
-    spec = kvjax.make_spec(
-        [layer], num_blocks=16, max_seqs=ROWS, max_length=20, block_size=SIZE, dtype="float32", thinning=True
-    )
+    sizes = {"num_blocks": 16, "max_seqs": ROWS, "max_length": 20, "block_size": SIZE}
+    spec = kvjax.make_spec([layer], dtype="float32", thinning=True, sparse=True, **sizes)
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(2, ROWS, 20, HEADS, WIDTH)).astype(np.float32)
     texts = rng.integers(0, 99, (ROWS, 20), dtype=np.int32)

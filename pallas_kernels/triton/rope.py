@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.by_token import check_by_head
 from pallas_kernels.quantise import round_by, scale_for
 from pallas_kernels.rotary import rotate_halves
-from pallas_kernels.triton_attention import check_reach, converts_fp8
+from pallas_kernels.triton.attention import check_reach, converts_fp8
 
 _PAIRS = 1024  # the limit in a program, so the float32 halves stay in registers
 

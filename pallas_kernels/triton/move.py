@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention and block movement as Triton kernels, for NVIDIA GPUs from sm_80 on.
-
-The functions and shapes are the same as in `pallas_kernels.xla`. With `interpret=True` a function runs as plain jax on
-any platform. Tests compare the functions in this way. Pallas's Triton backend is deprecated. Only this file and the
-files whose names begin with `triton_` depend on it.
-"""
+"""Kernels that write K/V into a pool, and that copy blocks."""
 
 from __future__ import annotations
 
@@ -20,19 +15,8 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import tuning
 from pallas_kernels.by_token import slot_axis
 from pallas_kernels.quantise import quantise
-from pallas_kernels.triton_attention import check_reach, prefill_attention
-from pallas_kernels.triton_decode import decode_attention
-from pallas_kernels.triton_rope import check_append, rope_append, slot_row
-
-__all__ = [
-    "append_kv",
-    "copy_blocks",
-    "decode_attention",
-    "gather_blocks",
-    "prefill_attention",
-    "rope_append",
-    "scatter_blocks",
-]
+from pallas_kernels.triton.attention import check_reach
+from pallas_kernels.triton.rope import check_append, slot_row
 
 
 def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
@@ -118,7 +102,7 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
       rows_from: i32[E].
       rows_to: i32[E].
       count: i32[]; the number of rows, which determines the cost, because programs loop over their chunks.
-      interpret: see the top of this file.
+      interpret: whether plain jax runs the kernel.
       name: the kernel's name.
       part: (tokens i32[E], D, P) copies only the first tokens of each row's tiles [P, D], with source None. D is
         the size of a slot. () copies

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import tuning
 from pallas_kernels.schedule import Work
-from pallas_kernels.triton_attention import LOWEST, Operands, Static, attend, converts_fp8, first_slot, prepare, store
+from pallas_kernels.triton.attention import LOWEST, Operands, Static, attend, converts_fp8, first_slot, prepare, store
 
 _COMPARED = 8192  # rows times programs, compared at once by a program of `share_tiles`
 

@@ -9,7 +9,7 @@ never loaded. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 The columns of a head may be cut into parts, with separate products. A latent is loaded once, as both K and V. The
 widths of its parts are powers of two, with V's parts first. All query heads share it, and a program takes as many of
 them as its registers allow. A quantised pool is read in words of four bytes, and part j has the columns j, j + 4, ...
-(`triton_words`).
+(`triton.words`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import tuning
 from pallas_kernels.by_token import check_by_head
 from pallas_kernels.schedule import Work, query_tiles
-from pallas_kernels.triton_words import WORD, as_words, power_below, unpack
+from pallas_kernels.triton.words import WORD, as_words, power_below, unpack
 from pallas_kernels.tuning import Programs
 
 LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of the server on Ray Serve, on one or several machines. Each prompt goes where most of it is cached.
+
+    client ── Ray's proxy ── front: the tokens of a body ── Chooser ── replica: the application and its engine
+                                                               ^ mirrors of the caches, by encrypted events ──┘
+
+`python -m models.serve --replicas N` runs `run`. A config of Ray Serve has `models.cluster:application`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import zmq
+
+from kvjax.interop.vllm import Curve
+
+from . import cluster_front, cluster_options, commands, serve, stores, tenants, wires
+from .cluster_asgi import Busy, Messages, NoReplica, ReplicaEnded, call_app, fetch
+from .cluster_front import Page, Prompt
+from .prefix_router import Place, Router
+from .serve_http import WRITE_SECONDS, with_request_ids
+from .serve_pages import PATIENCE
+
+try:
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig  # pyright: ignore[reportMissingImports]
+    from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
+        BackPressureError,
+        DeploymentUnavailableError,
+    )
+    from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[cluster]"') from error
+
+NAME = "kvjax"  # of the application
+SAVE_SECONDS = 120.0  # for a replica to save its cache
+HEALTH_SECONDS = 10.0  # between two checks of a replica
+FETCH_SECONDS = 10.0  # for a replica to make a page
+START_SECONDS = 600.0  # for a replica to compile and start
+_VARIABLES = {"RAY_SERVE_LOG_TO_STDERR": "0"}  # of Ray, unless they are set: the terminal has only our lines
+_LOGGING = {"enable_access_log": False}
+_NUM_PAGES = 64  # pages that a replica makes at a time, besides its answers
+
+
+class StartError(ValueError):
+    """A replica or a front cannot start. The message is a single line."""
+
+
+class Replica:
+    """A server's application and its engine, in a process of Ray's."""
+
+    def __init__(self, args: argparse.Namespace):
+        """Starts the engine of a command line. What is saved is in a folder for each rank.
+
+        Raises:
+          StartError: if the server refuses an option.
+        """
+        context = ray_serve.get_replica_context()
+        self.name = context.replica_id.unique_id
+        _name_notes(self.name)
+        args = copy.copy(args)
+        host = ray.util.get_node_ip_address()
+        args.publish = args.replay = f"tcp://{f'[{host}]' if ':' in host else host}:*"
+        args.curve = True
+        self._public_key, secret_key = zmq.curve_keypair()
+        os.environ[wires.CURVE_KEY] = secret_key.decode()  # for this process alone
+        if args.save is not None:
+            args.save = os.path.join(args.save, str(context.rank.rank))
+        self._stack = contextlib.ExitStack()
+        with _start_errors():
+            commands.enable_compilation_cache(not args.no_compile_cache)
+            self._server = self._stack.enter_context(serve.served(_raising_parser(), args))
+        self._app = with_request_ids(self._server.app)  # the ids of the front
+        self._args = args
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Tells routers where the replica publishes, and its public key."""
+        feed = self._server.feeds["publish"]
+        return {"events": [feed.endpoint, feed.replay_endpoint, self._public_key.decode()]}
+
+    async def check_health(self) -> None:
+        """Raises an error if the engine does not answer. Ray then ends the process, and starts another one."""
+        reading = asyncio.get_running_loop().run_in_executor(None, lambda: self._server.engine.state)
+        await asyncio.wait_for(reading, PATIENCE)
+
+    async def call(self, scope: dict[str, Any], body: bytes, **_: Any) -> AsyncGenerator[list[Any]]:
+        """Puts a request to the application. Ray cancels the call when the client has left."""
+        async with contextlib.aclosing(call_app(self._app, scope, body)) as lists:
+            async for messages in lists:
+                yield messages
+
+    async def page(self, path: str, headers: list[tuple[bytes, bytes]]) -> Page:
+        """Makes a page."""
+        status, _, body = await fetch(self._app, path, headers)
+        return Page(self.name, status, body)
+
+    async def end(self) -> None:
+        """Ends open answers after the grace period, and then the engine."""
+        engine = self._server.engine
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(engine.drain, self._args.grace)
+        await asyncio.to_thread(engine.close)
+
+    async def __del__(self) -> None:
+        """Saves the cache, and closes the wires. Ray awaits it once the replica has no request."""
+        if hasattr(self, "_server"):
+            await asyncio.to_thread(self._stack.close)
+
+
+class Chooser(RequestRouter):
+    """Chooses the replica of a request by `Router`. Ray makes one for each process that calls replicas."""
+
+    num_running: ClassVar[int | None] = None  # replicas that run, for this process; None until Ray has told
+
+    def initialize_state(self) -> None:
+        """Begins without mirrors."""
+        self._router = Router()
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """Follows the caches of new replicas, and forgets others."""
+        super().update_replicas(replicas)
+        self._follow()
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """Forgets the replica."""
+        super().on_replica_actor_died(replica_id)
+        self._follow()
+
+    def _follow(self) -> None:
+        running = {replica_id.unique_id: replica for replica_id, replica in self.curr_replicas.items()}
+        Chooser.num_running = len(running)
+        for name in self._router.mirrors.keys() - running.keys():
+            self._router.remove(name)
+        for name in running.keys() - self._router.mirrors.keys():
+            endpoint, replay_endpoint, public_key = running[name].replica_metadata["events"]
+            self._router.add(name, endpoint, replay_endpoint, Curve(*zmq.curve_keypair(), public_key.encode()))
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any | None = None
+    ) -> list[list[Any]]:
+        """Returns the replicas, the best one first. Ray takes the next one if a replica is full."""
+        prompt = None if pending_request is None else pending_request.kwargs.get("prompt")
+        if pending_request is None or prompt is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # otherwise a full fleet is asked without a pause
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        places = self._router.rank(prompt.tokens, prompt.salt, names=list(replicas))
+        self._begin(pending_request, places[0])
+        request_id = pending_request.metadata.internal_request_id
+        pending_request.future.add_done_callback(
+            lambda future: self._router.drop(request_id) if future.cancelled() else None
+        )
+        return [[replicas[place.name]] for place in places]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Counts the request where it is, which is another place if the best replica was full."""
+        prompt = pending_request.kwargs.get("prompt")
+        name = replica_id.unique_id
+        if prompt is not None and self._router.place_of(pending_request.metadata.internal_request_id) != name:
+            self._begin(pending_request, self._router.rank(prompt.tokens, prompt.salt, names=[name])[0])
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Counts the request as computed."""
+        self._router.end(internal_request_id)
+
+    def _begin(self, pending_request: Any, place: Place) -> None:
+        prompt = pending_request.kwargs["prompt"]
+        request_id = pending_request.metadata.internal_request_id
+        self._router.begin(request_id, place, prompt.tokens, prompt.salt, num_new=prompt.num_new)
+
+
+class RayReplicas(cluster_front.Replicas):
+    """The replicas of a deployment."""
+
+    def __init__(self, handle: Any):
+        self._handle = handle
+        self._call = handle.options(method_name="call", stream=True)
+
+    async def call(self, scope: Any, body: bytes, prompt: Prompt) -> Messages:
+        """Calls the best replica for a prompt."""
+        if Chooser.num_running == 0:
+            raise NoReplica("no replica runs")
+        response = self._call.remote(scope, body, prompt=prompt)
+        try:
+            async for messages in response:
+                yield messages
+        except RayActorError as error:
+            raise ReplicaEnded("the replica has ended") from error
+        except BackPressureError as error:
+            raise Busy(error.message) from error
+        except DeploymentUnavailableError as error:
+            raise NoReplica(error.message) from error
+        except (asyncio.CancelledError, GeneratorExit):
+            with contextlib.suppress(Exception):  # the call may have failed meanwhile
+                response.cancel()
+            raise
+
+    async def fetch_all(self, path: str, headers: list[tuple[bytes, bytes]]) -> list[Page]:
+        """Gets a page of each replica."""
+        if Chooser.num_running == 0:
+            raise NoReplica("no replica runs")
+        response = self._handle.broadcast("page", path, headers)
+        try:
+            pages = await response.results_async(timeout_s=FETCH_SECONDS, return_exceptions=True)
+        except DeploymentUnavailableError as error:
+            raise NoReplica(error.message) from error
+        return [page for page in pages if isinstance(page, Page)]
+
+
+class Front:
+    """The application in front of the replicas, in a process of Ray's."""
+
+    def __init__(self, replicas: Any, args: argparse.Namespace):
+        _name_notes("front")
+        with _start_errors():
+            self._app = cluster_front.make_app(args, RayReplicas(replicas))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Gives Ray the application."""
+        return self._app
+
+
+def application(options: Mapping[str, Any]) -> Any:
+    """Makes the application of Ray Serve, for a config file or `serve.run`.
+
+    Args:
+      options: {an option of `models.serve`: its value}, with or without the two dashes. True stands for an option
+        without a value, and a list for several values.
+
+    Raises:
+      ValueError: if an option is wrong.
+
+    Example:
+      >>> from ray import serve  # doctest: +SKIP
+      >>> serve.run(application({"checkpoint": "DIR", "replicas": 2, "max-length": 8192}))  # doctest: +SKIP
+    """
+    arguments = list[str]()
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        option = f"--{name.removeprefix('--').replace('_', '-')}"
+        values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        if value is True:
+            arguments.append(option)
+        elif option == "--api-key":  # given several times
+            arguments += [f"{option}={one}" for one in values]
+        else:
+            arguments += [option, *values]
+    parser = _raising_parser()
+    args = parser.parse_args(arguments)
+    args.replicas = args.replicas or 1
+    check(parser, args)
+    return _application(args)
+
+
+def check(parser: commands.Parser, args: argparse.Namespace) -> None:
+    """Checks the options before anything starts, and makes paths and keys independent of this process."""
+    wires.check(parser, args)
+    stores.check(parser, args)
+    cluster_options.check(parser, args)
+    if not os.path.exists(args.checkpoint):
+        parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
+    if not zmq.has("curve"):
+        parser.error("--replicas: the libzmq of pyzmq has no CURVE, which encrypts events")
+    args.api_key = tenants.read_keys(parser, args)
+    args.api_keys = None
+    for option in ("checkpoint", "save", "store"):
+        path = getattr(args, option)
+        if path is not None and "://" not in path:
+            setattr(args, option, os.path.abspath(path))
+    if args.chat_template is not None:
+        args.chat_template = args.chat_template.absolute()
+
+
+def _application(args: argparse.Namespace) -> Any:
+    most = args.max_replicas or args.replicas
+    number: dict[str, Any] = {"num_replicas": args.replicas}
+    if most > args.replicas:
+        number = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=args.replicas, max_replicas=most, target_ongoing_requests=args.rows
+            )
+        }
+    # An answer takes at most --timeout, and a replica which ends waits for its answers.
+    answer_seconds = args.timeout + WRITE_SECONDS
+    replicas = ray_serve.deployment(
+        name="replica",
+        logging_config=_LOGGING,
+        max_ongoing_requests=args.max_open,
+        max_queued_requests=args.max_waiting,
+        graceful_shutdown_timeout_s=answer_seconds + SAVE_SECONDS,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=PATIENCE + HEALTH_SECONDS,
+        request_router_config=RequestRouterConfig(request_router_class=f"{__name__}.Chooser"),
+        ray_actor_options={"num_gpus": args.gpus},
+        **number,
+    )(Replica)
+    front = ray_serve.deployment(
+        name="front",
+        logging_config=_LOGGING,
+        max_ongoing_requests=args.max_open * most + args.max_waiting + _NUM_PAGES,
+        graceful_shutdown_timeout_s=answer_seconds,
+        graceful_shutdown_wait_loop_s=0.2,
+        ray_actor_options={"num_cpus": 0},
+    )(ray_serve.ingress()(Front))
+    return front.bind(replicas.bind(args), args)
+
+
+def run(parser: commands.Parser, args: argparse.Namespace) -> None:
+    """Serves until a signal, or until standard input ends with `--until-eof`."""
+    check(parser, args)
+    where: dict[str, Any] = {"address": args.address}
+    if args.address is None:
+        # A replica counts as a CPU for Ray, and a small machine may have more of them than CPUs.
+        num_cpus = max(os.cpu_count() or 1, (args.max_replicas or args.replicas) + 1)
+        where = {"address": "local", "include_dashboard": False, "num_cpus": num_cpus}
+        os.environ.update(_VARIABLES | os.environ)
+    try:
+        ray.init(**where, logging_level="warning")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        parser.error(f"--address: {str(error).splitlines()[0]}")
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(kind, _interrupt)
+    if args.until_eof:
+        threading.Thread(target=serve.end_with_input, daemon=True).start()
+    try:
+        with _one_line(parser):
+            http_options = {"host": args.host, "port": args.port}
+            ray_serve.start(http_options=http_options, proxy_location="EveryNode", logging_config=_LOGGING)
+            ray_serve.run(_application(args), name=NAME, route_prefix="/")
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"serving at http://{host}:{args.port}/v1", file=sys.stderr, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        _end()
+    except KeyboardInterrupt:
+        pass  # before it served, or a second time
+    finally:
+        ray_serve.shutdown()
+        ray.shutdown()
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _end() -> None:
+    """Ends open answers, then the application, and last Ray's proxies, which carry the answers."""
+    handle = ray_serve.get_deployment_handle("replica", NAME)
+    with contextlib.suppress(DeploymentUnavailableError):
+        handle.broadcast("end").results(return_exceptions=True)
+    ray_serve.delete(NAME)
+
+
+@contextlib.contextmanager
+def _one_line(parser: commands.Parser) -> Iterator[None]:
+    """Ends the command with the line of a `StartError`, which Ray has in the state of a deployment."""
+    try:
+        yield
+    except RuntimeError as error:
+        made = ray_serve.status().applications.get(NAME)
+        texts = [str(error), *(one.message for one in (made.deployments.values() if made else ()))]
+        lines = [line for text in texts for line in re.findall(rf"{StartError.__name__}: (.*)", text)]
+        parser.error(lines[-1] if lines else f"the replicas do not start: {texts[-1].strip().splitlines()[-1]}")
+
+
+def _raising_parser() -> Any:
+    """Makes the parser of the server. Its errors are a `StartError`."""
+    parser: Any = serve.make_parser()
+    parser.error = _raise
+    return parser
+
+
+def _raise(message: str) -> NoReturn:
+    raise StartError(" ".join(message.removeprefix("argument ").split()))
+
+
+@contextlib.contextmanager
+def _start_errors() -> Iterator[None]:
+    """Turns the end of the process into a `StartError`. Ray would show only that the process has ended."""
+    try:
+        yield
+    except SystemExit as error:
+        raise StartError(str(error)) from error
+
+
+def _name_notes(name: str) -> None:
+    """Puts a name before each line that the server prints or logs in this process."""
+    serve.note_prefix = f"{name}: "
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{name}: %(message)s"))
+    logging.getLogger("kvjax").handlers = [handler]
