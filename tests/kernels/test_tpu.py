@@ -18,8 +18,8 @@ from pallas_kernels.by_token import blocks_by_head, blocks_by_token, token_rows
 from tests.drive import output_of
 from tests.kernels import interpret_tpu
 from tests.kernels.attention import Case, options_for
-from tests.poison import poisoned
 from tests.kernels.chosen import check_chosen
+from tests.poison import poisoned
 
 LENGTHS, COUNTS = [1, 0, 37, 16, 70], [1, 0, 20, 1, 7]
 SHAPES = [(2, 2, 16, 4), (3, 1, 64, 8), (2, 2, 128, 4), (1, 4, 160, 8)]  # kv heads, group, width, block size
