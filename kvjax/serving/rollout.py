@@ -193,7 +193,7 @@ def rollout[C: AnyCache](
     serving, log = _run(model, serving, log, scheduler, logits_fn, drafter, generations, integers("now", now, ()))
     flat = _completions(serving, status, each(lengths), max_new)
     completions = jax.tree.map(lambda x: x.reshape(num_prompts, num_samples, *x.shape[1:]), flat)
-    return completions, cast(C, joined(serving.cache, serving.host)), log
+    return completions, cast(C, joined(serving.cache, serving.host_pools)), log
 
 
 def _leaders(cache: AnyCache, num_prompts: int, num_samples: int) -> jax.Array:
