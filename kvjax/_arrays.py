@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable
 from typing import Any, Self
@@ -20,6 +21,8 @@ from pallas_kernels.loops import while_loop
 # A kernel handles a list of up to this many entries as fast as a shorter list. At 64 entries, the prefix sums take as
 # long in a single kernel as in a cumulative sum.
 FEW = 32
+# On a GPU, up to this many entries are compared each with each in a kernel or two: a sort is a kernel between others.
+PAIRS = 512
 # The largest array that a single pass may write: its elements, and its entries along the first axis.
 _SMALL = 4096
 _ENTRIES = 1024
@@ -132,6 +135,20 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int
     return fence(marked, where & (pick(marked, ids) == mark))
 
 
+def every(where: jax.Array) -> jax.Array:
+    """bool[...]; whether all of bool[..., n] hold. On a GPU it is no reduction, which would be a kernel of its own."""
+    if not pallas_kernels.lowers_for("cuda"):
+        return jnp.all(where, axis=-1)
+    return functools.reduce(jnp.logical_and, [where[..., column] for column in range(where.shape[-1])])
+
+
+def some(where: jax.Array) -> jax.Array:
+    """bool[...]; whether any of bool[..., n] holds, like `every`."""
+    if not pallas_kernels.lowers_for("cuda"):
+        return jnp.any(where, axis=-1)
+    return functools.reduce(jnp.logical_or, [where[..., column] for column in range(where.shape[-1])])
+
+
 def rank(where: jax.Array) -> jax.Array:
     """i32[K]; for each entry, the number of true entries before it."""
     return sum_before(where.astype(jnp.int32))
@@ -147,16 +164,17 @@ def sum_before(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(earlier, x[None], 0), axis=1, dtype=jnp.int32)  # one kernel; a cumulative sum is five
 
 
-def ranked(where: jax.Array, *, small: bool = False) -> tuple[jax.Array, jax.Array]:
-    """i32[K]; for each entry, the number of true entries before it. Also returns i32[], the number of all of them.
+def ranked(where: jax.Array, *, small: bool = False, start: jax.Array | int = 0) -> tuple[jax.Array, jax.Array]:
+    """i32[K]; for each entry, the number of true entries before it. Also returns i32[], `start` plus their number.
 
     On a CPU the last rank gives the total, because a sum would add a fusion or two. In a long list a sum is faster, and
     is used unless `small`, static, asks for a small program.
     """
     before = rank(where)
     if not where.size or (where.size > FEW and not small) or pallas_kernels.lowers_for("cuda"):
-        return before, count(where)
-    return before, before[-1] + where[-1].astype(jnp.int32)
+        return before, count_on(start, where)
+    num_all = before[-1] + where[-1].astype(jnp.int32)
+    return before, num_all if isinstance(start, int) and not start else start + num_all
 
 
 def _numbers(size: int, first: int = 0) -> Any:
@@ -180,6 +198,16 @@ def leading(where: jax.Array) -> jax.Array:
 def count(where: jax.Array) -> jax.Array:
     """i32[]; the number of true entries."""
     return jnp.sum(where, dtype=jnp.int32)
+
+
+def count_on(total: jax.Array | int, where: jax.Array) -> jax.Array:
+    """i32[]; total i32[] plus the number of true entries of bool[K]. On a GPU it is one kernel, as part of the sum."""
+    if isinstance(total, int) and not total:
+        return count(where)
+    if not where.size or not pallas_kernels.lowers_for("cuda"):
+        return total + count(where)
+    is_first = jnp.arange(where.size, dtype=jnp.int32) == 0
+    return jnp.sum(where.reshape(-1).astype(jnp.int32) + jnp.where(is_first, total, 0), dtype=jnp.int32)
 
 
 def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -221,6 +249,20 @@ def fence(tree, *reads):
 def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
     """do(carry) if where bool[] holds, else `carry`: a loop of at most one turn, since XLA copies pools at a branch."""
     return while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
+
+
+def skip_unless[T](where: Callable[[], jax.Array], do: Callable[[T], T], carry: T, scope: str = "seldom") -> T:
+    """do(carry), which must equal `carry` unless where() bool[] holds. On a GPU a loop of at most one turn skips `do`.
+
+    A GPU pays for each kernel, even if it writes nothing, and in a command buffer the device itself decides to skip.
+    On a CPU `do` costs less than a loop, and `where` is not called. `scope` names the kernels of `do`: "seldom", if
+    most calls skip them.
+    """
+    if not pallas_kernels.lowers_for("cuda"):
+        return do(carry)
+    with jax.named_scope(scope):
+        start = where(), jax.tree.map(jnp.asarray, carry)
+        return loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), do(c[1])), start)[1]
 
 
 def runs(first: jax.Array, width: int) -> jax.Array:

@@ -190,8 +190,9 @@ class EvictionPolicy(NamedTuple):
     Attributes:
       init: (num_ids: int) -> pstate.
       touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` have lost their last
-        holder and stay cached. They are in the order in which they should be evicted. Padding is NO_BLOCK if the policy
-        is `idle`, or else num_ids, which jax drops from a scatter. `kvjax.testing.check_policy` tries both.
+        holder and stay cached. They are in the order in which they should be evicted. A cache pads with NO_BLOCK if
+        the policy is `idle`, or else with num_ids, which jax drops from a scatter. Be right with either, because others
+        may call your function too: `kvjax.testing.check_policy` tries both.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate). It names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which blocks it may name, each after
         all its findable children. A block that is not eligible now may be eligible in the next call, so it must keep

@@ -51,12 +51,7 @@ SAVE_SECONDS = 120.0  # for a replica to save its cache
 HEALTH_SECONDS = 10.0  # between two checks of a replica
 FETCH_SECONDS = 10.0  # for a replica to make a page
 START_SECONDS = 600.0  # for a replica to compile and start
-# Variables of Ray, unless they are set: few changes of threads on a request's way, and only our lines in the terminal.
-_VARIABLES = {
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-}
+_VARIABLES = {"RAY_SERVE_LOG_TO_STDERR": "0"}  # of Ray, unless they are set: the terminal has only our lines
 _LOGGING = {"enable_access_log": False}
 _NUM_PAGES = 64  # pages that a replica makes at a time, besides its answers
 
@@ -85,7 +80,6 @@ class Replica:
         os.environ[wires.CURVE_KEY] = secret_key.decode()  # for this process alone
         if args.save is not None:
             args.save = os.path.join(args.save, str(context.rank.rank))
-            os.makedirs(args.save, exist_ok=True)
         self._stack = contextlib.ExitStack()
         with _start_errors():
             commands.enable_compilation_cache(not args.no_compile_cache)
@@ -324,11 +318,7 @@ def _application(args: argparse.Namespace) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": 0},
     )(ray_serve.ingress()(Front))
-    # Ray replaces all replicas if their arguments change: the number of replicas is no part of them.
-    shared = copy.copy(args)
-    shared.replicas = 1
-    shared.max_replicas = shared.address = None
-    return front.bind(replicas.bind(shared), shared)
+    return front.bind(replicas.bind(args), args)
 
 
 def run(parser: commands.Parser, args: argparse.Namespace) -> None:
@@ -379,12 +369,14 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def _one_line(parser: commands.Parser) -> Iterator[None]:
-    """Ends the command with the line of a `StartError`, which Ray repeats inside of a traceback."""
+    """Ends the command with the line of a `StartError`, which Ray has in the state of a deployment."""
     try:
         yield
     except RuntimeError as error:
-        lines = re.findall(rf"{StartError.__name__}: (.*)", str(error))
-        parser.error(lines[-1] if lines else str(error).strip().splitlines()[-1])
+        made = ray_serve.status().applications.get(NAME)
+        texts = [str(error), *(one.message for one in (made.deployments.values() if made else ()))]
+        lines = [line for text in texts for line in re.findall(rf"{StartError.__name__}: (.*)", text)]
+        parser.error(lines[-1] if lines else f"the replicas do not start: {texts[-1].strip().splitlines()[-1]}")
 
 
 def _raising_parser() -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
+PACE = 0.01  # seconds between two lists of messages: each list costs as much as one message
 TRIES = 3  # replicas that get a request, while none of them has sent anything
 RETRY_SECONDS = 5  # until a client asks again, if there is no replica
 _SCOPE = "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"
@@ -52,9 +54,10 @@ def scope_of(scope: Scope, request_id: str) -> Scope:
 
 
 async def call_app(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
-    """Calls an application, and yields the messages which it sends. All waiting messages are one list.
+    """Calls an application, and yields the messages which it sends, in lists: at most one list in `PACE` seconds.
 
-    If the caller closes the generator, the application's task is cancelled, as if its client had left.
+    A message after a pause is not delayed. If the caller closes the generator, the application's task is cancelled, as
+    if its client had left.
     """
     sent = asyncio.Queue[Message | None]()
     received = asyncio.Queue[Message]()
@@ -63,8 +66,12 @@ async def call_app(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
     task.add_done_callback(lambda _: sent.put_nowait(None))
     try:
         is_open = True
+        next_time = 0.0
         while is_open:
             messages = [await sent.get()]
+            if messages[0] is not None and messages[0].get("more_body"):  # others will follow
+                await asyncio.sleep(max(next_time - time.monotonic(), 0.0))
+            next_time = time.monotonic() + PACE
             while not sent.empty():
                 messages.append(sent.get_nowait())
             is_open = messages[-1] is not None

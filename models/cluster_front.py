@@ -39,7 +39,7 @@ _METRIC = re.compile(rb"([^{ ]+)(\{?)")  # the beginning of a sample
 
 
 class Prompt(NamedTuple):
-    """What a router knows of a request."""
+    """The part of a request that its router reads."""
 
     tokens: list[int]
     salt: str | None

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import secrets
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -200,6 +200,12 @@ class Fields:
         """A field without a check."""
         value = self._fields.get(name)
         return default if value is None else value
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Refuses a field with another name."""
+        for name, value in self._fields.items():
+            if name not in names:
+                raise refuse(name, value, f"one of the fields {', '.join(names) or 'of an empty object'}")
 
     def checked(self, name: str, default: Any, wanted: str, is_wanted: Callable[[Any], bool]) -> Any:
         """A field, or the default if it is absent. Refuses the value unless `is_wanted` accepts it."""

@@ -113,12 +113,19 @@ class Sampler:
         self.programs: Any = None
         self._names = Namespaces()
         self._has_old_blocks = False
+        self._num_rows = 0  # of the cache
         self._group_sizes = {}  # of the last batch with a number of prompts
 
     def renew(self) -> None:
         """Begins a new version of the weights."""
         self.version += 1
         self._has_old_blocks = True
+
+    def sleep(self) -> None:
+        """Frees the memory of the cache until the next call, which finds nothing cached. That call compiles nothing."""
+        cache, self.cache = self.cache, None
+        for array in jax.tree.leaves(cache):
+            array.delete()
 
     @property
     def namespace(self) -> int:
@@ -230,8 +237,10 @@ class Sampler:
         if cache is not None and self.max_seqs is None and cache.state.spec.max_seqs < num_completions:
             cache = None
         if cache is None:
-            cache = self._new_cache(self.max_seqs or num_completions, jax.tree.leaves(model)[0])
-            self.programs = _Programs(cache)
+            self._num_rows = self.max_seqs or max(num_completions, self._num_rows)
+            cache = self._new_cache(self._num_rows, jax.tree.leaves(model)[0])
+            if self.programs is None or self.programs.spec != cache.state.spec:
+                self.programs = _Programs(cache)
         elif self._has_old_blocks and self.forget:
             cache, _ = self.programs.forget(cache, np.array([self.namespace], np.int32))
         self._has_old_blocks = False
@@ -284,6 +293,7 @@ class _Programs:
         devices = jax.tree.map(lambda leaf: leaf.sharding, cache) if is_committed else None
         static = ("samples", "max_new_tokens", "greedy", "scheduler")
         options: dict[str, Any] = {"donate_argnames": "cache", "out_shardings": (None, devices, None)}
+        self.spec = cache.state.spec
         self.sample = jax.jit(_sample, static_argnames=static, **options)
         self.score = jax.jit(score, static_argnames="chunk", **options)
         self.forget = jax.jit(Cache.forget_namespaces, donate_argnums=0, out_shardings=(devices, None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import ipaddress
 import os
 import pathlib
@@ -24,10 +25,10 @@ import kvjax
 from kvjax.interop import combine_listeners
 from kvjax.serving import Engine, Penalties, RunOptions, Scheduler, penalize
 
-from . import chat, cluster_options, commands, memory, session, stores, tenants, wires
+from . import chat, cluster_options, commands, memory, serve_weights, session, stores, tenants, wires
 from .checkpoint import GENERATION
 from .commands import number
-from .loading import open_checkpoint
+from .loading import load, open_checkpoint
 from .openai_api import MAX_BIASES, ApiError, Limits, read_defaults
 from .serve_schemas import Schemas, open_schemas
 from .session import MAX_OPTION, SIZES
@@ -47,8 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     stores.check(parser, args)
     cluster_options.check(parser, args)
     if args.replicas is not None:
-        from . import cluster  # imported late because it needs the extra
-
+        # Imported late because it needs the extra, and by its name because it starts from this module's parts.
+        cluster = importlib.import_module(".cluster", __package__)
         return cluster.run(parser, args)
     commands.enable_compilation_cache(not args.no_compile_cache)
     if args.until_eof:
@@ -80,6 +81,7 @@ def make_parser() -> commands.Parser:
         "--port", type=wires.PORT, default=8000, help="port to listen at; 0 chooses a free port (default: %(default)s)"
     )
     tenants.add_keys(parser)
+    serve_weights.add_operator(parser)
     parser.add_argument(
         "--hide-cached-tokens", action="store_true", help="do not report how many tokens of a prompt were cached"
     )
@@ -167,6 +169,7 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
     model, tokenizer = session.load_model(parser, args, **where)
     template = open_template(parser, args)
     keys = tenants.keys_of(parser, args)
+    operator_keys = serve_weights.operator_keys(parser, args)
     spec = _spec(parser, args, model, where)
     registry = prometheus_client.CollectorRegistry()
     names = kvjax.Namespaces()
@@ -216,7 +219,15 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         )
         pages = Pages(served_model.name, registry, served_model.decode_all, metrics.set, wire.set)
         pages.engine = engine
-        yield Server(make_app(engine, served_model, pages, sets_state=args.agent is not None), engine, wire.feeds)
+        operator = None
+        if operator_keys:
+
+            def load_weights(folder: pathlib.Path) -> Any:
+                return load(folder, dtype=args.dtype, scan=args.scan, **where)[0]
+
+            operator = serve_weights.Operator(engine, args.weights, load_weights), operator_keys
+        app = make_app(engine, served_model, pages, sets_state=args.agent is not None, operator=operator)
+        yield Server(app, engine, wire.feeds)
 
 
 def open_template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:

@@ -38,6 +38,7 @@ from .serve_job import (
 )
 from .serve_pages import Pages
 from .serve_schemas import Slot
+from .serve_weights import Operator, state_of
 from .tenants import Keys
 from .tool_calls import FORMATS
 from .tool_grammars import answer_grammar
@@ -341,9 +342,14 @@ class Api:
         }
 
     async def health(self, _: Request) -> Response:
-        """Answers GET /health if the engine answers."""
+        """Answers GET /health if the engine answers, with whether it sleeps, and the version of its weights."""
         await self._pages.state()
-        return JSONResponse({})
+        return JSONResponse(state_of(self._engine))
+
+    async def operate(self, request: Request, *, act: Callable[[bytearray], Awaitable[dict[str, Any]]]) -> Response:
+        """Answers POST /v1/weights, /sleep and /wake."""
+        async with self._body(request) as body:
+            return JSONResponse(await act(body))
 
     async def metrics(self, _: Request) -> Response:
         """Answers GET /metrics."""
@@ -408,10 +414,18 @@ async def respond(request: Request, error: Exception) -> Response:
     return JSONResponse({**api_error.body, "request_id": request_id}, api_error.status, api_error.headers)
 
 
-def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: bool = False) -> Starlette:
+def make_app(
+    engine: Engine[Any],
+    served: Served,
+    pages: Pages,
+    *,
+    sets_state: bool = False,
+    operator: tuple[Operator, Keys] | None = None,
+) -> Starlette:
     """Makes the application. Prompts and answers need a key, unlike /health, /metrics and /version.
 
-    With `sets_state` the setters of `pages` are called every second, otherwise before each scrape.
+    Only an `operator`, with a key, may replace the weights and let the engine sleep. Without it nobody may. With
+    `sets_state` the setters of `pages` are called every second, otherwise before each scrape.
     """
     api = Api(engine, served, pages)
     keys = served.keys
@@ -427,6 +441,10 @@ def make_app(engine: Engine[Any], served: Served, pages: Pages, *, sets_state: b
         ("GET", "/health", api.health, no_keys),
         ("GET", "/version", api.version, no_keys),
     ]
+    if operator is not None:
+        actions, operator_keys = operator
+        for path, act in (("/v1/weights", actions.weights), ("/sleep", actions.sleep), ("/wake", actions.wake)):
+            endpoints.append(("POST", path, functools.partial(api.operate, act=act), operator_keys))
     routes = [Route(path, guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
 
     @contextlib.asynccontextmanager

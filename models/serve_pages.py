@@ -97,6 +97,8 @@ class Pages:
         gauges = (
             ("num_requests_running", "Requests that the scheduler runs.", self.engine.running),
             ("num_requests_waiting", "Requests that wait for the scheduler.", self.engine.waiting),
+            ("asleep", "Whether the pools are freed.", int(self.engine.is_asleep)),
+            ("weights_version", "Updates of the weights.", self.engine.version),
             ("generation_tokens_per_second", f"Over the last {_WINDOW:.0f} seconds.", self._rate()),
         )
         return [
@@ -175,7 +177,7 @@ def _has_salt(names: kvjax.Namespaces | None, salt: str, namespace: int) -> bool
     """Whether the salt of a namespace begins with `salt`."""
     assert names is not None, "salts need names"
     try:
-        namespace_salt, _ = names.describe(namespace)
+        namespace_salt = names.unversioned(names.describe(namespace)[0])
     except KeyError:  # its number was given back after the state was read
         return False
     return namespace_salt is not None and namespace_salt.startswith(salt)

@@ -63,6 +63,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
       block_size, num_blocks, max_seqs, forget, scheduler: arguments for `models.sampler.Sampler`.
       dtype: dtype for the K/V; None defaults to the model's.
       heads: the axis of the mesh to divide kv heads over, if it has several devices.
+      sleeps: whether each call frees the memory of the K/V at its end, for the trainer. The next call then finds
+        nothing cached, and compiles nothing.
 
     Attributes:
       sampler: the sampler, with its cache and version.
@@ -87,6 +89,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         forget: bool = True,
         scheduler: Scheduler | None = None,
         heads: str = "tp",
+        sleeps: bool = False,
     ):
         if rollout_config is None and max_length is None:
             raise ValueError("rollout_config: got None, wanted it or max_length")
@@ -96,6 +99,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
             tokenizer = tokenizer_adapter.TokenizerAdapter(tokenizer)
         self._tokenizer = tokenizer
         self._lock = threading.RLock()
+        self._sleeps = sleeps
         module = rollout_actor if mesh is None else reshard.reshard_model_to_mesh(rollout_actor, mesh)
         self._module = module
         self._is_shared = module is rollout_actor
@@ -147,6 +151,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
             unpadded = [tokens[tokens != pad] for tokens in prompt_tokens]
             samples = self.sampler.sample(self._current(), unpadded, width, options)
             self.cached = samples.cached
+            if self._sleeps:
+                self.sampler.sleep()
         ends = [_end(tokens, eos) for tokens in samples.tokens]
         completions = [tokens[:end] for tokens, end in zip(samples.tokens, ends, strict=True)]
         logprobs = [values[:end].tolist() for values, end in zip(samples.logprobs, ends, strict=True)]
@@ -179,6 +185,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
             scores = self.sampler.score(
                 self._current(), unpadded_prompts, unpadded, prompts.shape[1], completions.shape[1]
             )
+            if self._sleeps:
+                self.sampler.sleep()
         logprobs = np.zeros(completions.shape, np.float32)
         for row, (mask, values) in enumerate(zip(is_token, scores, strict=True)):
             logprobs[row, mask] = values[: unpadded[row].size]

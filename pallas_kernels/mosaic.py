@@ -15,9 +15,10 @@ from jax import lax
 from pallas_kernels import tuning
 from pallas_kernels.by_token import check_by_head
 from pallas_kernels.mosaic_attention import ROWS, attend
+from pallas_kernels.mosaic_move import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.schedule import query_tiles, split_lengths
 
-__all__ = ["decode_attention", "prefill_attention"]
+__all__ = ["copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
 
 _LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf
 

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import jax
 
 SWITCHES = "KVJAX_KERNELS"  # the variable of `switched`
-# The names allowed in the variable: the functions of `pallas_kernels`, and the kernels of `kvjax.gpu`.
+# The names allowed in the variable.
 _SWITCHED = {
     **dict.fromkeys(("decode_attention", "prefill_attention"), ("triton", "mosaic", "xla")),
-    **dict.fromkeys(("append_kv", "rope_append", "copy_blocks", "gather_blocks", "scatter_blocks"), ("triton", "xla")),
-    "transitions": ("xla",),
+    **dict.fromkeys(("append_kv", "rope_append"), ("triton", "xla")),
+    **dict.fromkeys(("copy_blocks", "gather_blocks", "scatter_blocks"), ("triton", "mosaic", "xla")),
 }
 
 
 def switched(text: str) -> dict[str, str]:
-    """The implementation of each function named in a variable: "decode_attention=xla,transitions=xla".
+    """The implementation of each function named in a variable: "decode_attention=xla,append_kv=xla".
 
     It overrides the usual choice, in case a kernel is wrong or hangs on a machine. The variable is read only once,
     because earlier traces would not change.
@@ -82,6 +82,10 @@ CHUNK_BYTES = 16_384
 def move_programs() -> int:
     """The number of programs that share the chunks of all blocks to move: eight per multiprocessor."""
     return 8 * _multiprocessors()
+
+
+# Chunks of a program in shared memory at once: three are on their way while a fourth is written.
+MOSAIC_MOVE_STAGES = 4
 
 
 class Programs(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import Pytree, add, count, fence, last_of_each, pick, put
+from kvjax._arrays import Pytree, add, count, fence, last_of_each, pick, put, skip_unless
 from kvjax.blocks.holders import stamp_release
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
@@ -34,15 +34,26 @@ def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, W
     findable = pick(group.blocks.fill, block) > 0
     shared = writes & ((holders > 1) | findable)
     refcount, holders, shared, findable = fence(group.blocks.refcount, holders, shared, findable)
-    refcount = add(refcount, block, -1, shared, unique=False)
-    remaining = pick(refcount, block)
-    refcount, last = last_of_each(refcount, block, shared & (remaining == 0), below=refcount.shape[0])
+
+    def release(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        refcount = add(carry[0], block, -1, shared, unique=False)
+        remaining = pick(refcount, block)
+        refcount, last = last_of_each(refcount, block, shared & (remaining == 0), below=refcount.shape[0])
+        return refcount, remaining, last
+
+    start = refcount, holders, shared  # arrays of the right shapes, which are not read if no row shares its block
+    refcount, remaining, last = skip_unless(lambda: jnp.any(shared), release, start)
     writers = Writers(block, shared, holders, remaining, last, copies=shared & ~(last & ~findable))
     return group.replace(blocks=group.blocks.replace(refcount=refcount)), writers
 
 
 def settle(group: Group, policy: EvictionPolicy, writers: Writers, ok: jax.Array, now: jax.Array) -> Group:
     """Completes `unshare`: rows that copied release the old block if ok bool[], else the refcounts are restored."""
+    return skip_unless(lambda: jnp.any(writers.shared), lambda group: _settle(group, policy, writers, ok, now), group)
+
+
+def _settle(group: Group, policy: EvictionPolicy, writers: Writers, ok: jax.Array, now: jax.Array) -> Group:
+    """Releases old blocks, or restores refcounts."""
     blocks = group.blocks
     findable = pick(blocks.fill, writers.block) > 0
     fill, findable = fence(blocks.fill, findable)

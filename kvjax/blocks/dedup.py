@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, mix, pick, put
+import pallas_kernels
+from kvjax._arrays import PAIRS, Pytree, every, mix, pick, put
 from kvjax.blocks import index
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.state import NO_BLOCK, Blocks, Group, Sequences, Text
@@ -29,7 +30,7 @@ def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | N
     if fill is not None:
         column = np.arange(block_size, dtype=np.int32).reshape((1,) * fill.ndim + (block_size,))
         same = same | (column >= fill[..., None])
-    return (ids >= 0) & (pick(blocks.fill, ids) == (block_size if fill is None else fill)) & jnp.all(same, axis=-1)
+    return (ids >= 0) & (pick(blocks.fill, ids) == (block_size if fill is None else fill)) & every(same)
 
 
 class Filled(NamedTuple):
@@ -103,9 +104,9 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
 
     # So far equal keys counted as equal contents. Now compare the contents.
     findable_parent = (parent < 0) | (pick(blocks.fill, parent) > 0)
-    same_parent = jnp.all(pick(blocks.parent, cached) == link(blocks, parent, namespace), axis=-1)
+    same_parent = every(pick(blocks.parent, cached) == link(blocks, parent, namespace))
     matches_cached = same_content(blocks, cached, text) & findable_parent & same_parent
-    duplicate = jnp.all(key == pick(key, earliest), axis=-1) & jnp.all(text.equals(pick(text, earliest)), axis=-1)
+    duplicate = every(key == pick(key, earliest)) & every(text.equals(pick(text, earliest)))
     duplicate = duplicate & (parent == pick(parent, earliest)) & (namespace == pick(namespace, earliest))
     broken = in_row(where & ~jnp.where(cached >= 0, matches_cached, duplicate))
 
@@ -113,7 +114,8 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
         """bool[K]; whether a block equals a block of bool[K], or follows such a block in its row."""
         return in_row(where & pick(broken, earliest))
 
-    broken = while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
+    with jax.named_scope("seldom"):
+        broken = while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
     ok = where & ~broken
     publish = ok & (cached < 0) & is_first
     merge = ok & (target != block)
@@ -123,6 +125,11 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
 def earliest_with_key(key: jax.Array, where: jax.Array) -> jax.Array:
     """i32[K]; for each entry where bool[K], the first with the same digest of its key u32[K, 2]; for others, itself."""
     entry = jnp.arange(where.size, dtype=jnp.int32)
+    if where.size <= PAIRS and pallas_kernels.lowers_for("cuda"):
+        words = mix(key[:, 0] ^ mix(key[:, 1])) >> np.uint32(1)
+        same = (words[:, None] == words[None]) & where[None]
+        first = jnp.min(jnp.where(same, entry[None], where.size), axis=1)
+        return jnp.where(where, first, entry)
     digest = jnp.where(
         where, mix(key[:, 0] ^ mix(key[:, 1])) >> np.uint32(1), entry.astype(jnp.uint32) | np.uint32(1 << 31)
     )

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, fence, leading, loop, mix, pick, put
+import pallas_kernels
+from kvjax._arrays import PAIRS, count, every, fence, leading, loop, mix, pick, put
 from kvjax.blocks.keys import token_words
 from kvjax.state import NO_BLOCK, Blocks, Links, Text
 from pallas_kernels.loops import while_loop
@@ -34,7 +35,7 @@ def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
     """i32[K]; the findable block of each key u32[K, 2], unique by construction, or NO_BLOCK."""
 
     def differs(node):
-        return (node >= 0) & jnp.any(pick(blocks.key, node) != keys, axis=-1)
+        return (node >= 0) & ~every(pick(blocks.key, node) == keys)
 
     node = pick(links.next, key_bucket(links, keys))
     node, _ = while_loop(
@@ -86,16 +87,21 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, pick(blocks.parent, ids), first)]
     nowhere = np.iinfo(np.int32).max
     bucket = jnp.where(jnp.concatenate([where, where]), jnp.concatenate(buckets), nowhere)
-    bucket, node = lax.sort((bucket, jnp.concatenate([ids, ids + num_ids])), num_keys=1)
-    # Entries of one bucket are now neighbours: they become a run in front of the bucket's old chain.
-    live = bucket != nowhere
-    joined = bucket[1:] == bucket[:-1]
-    has_before = jnp.pad(joined, (1, 0))
-    has_after = jnp.pad(joined, (0, 1))
+    node = jnp.concatenate([ids, ids + num_ids])
+    # Entries of one bucket become a run in front of the bucket's old chain.
+    if bucket.size <= PAIRS and pallas_kernels.lowers_for("cuda"):
+        live = bucket != nowhere
+        has_before, node_before, has_after, node_after = _neighbours(bucket, node)
+    else:
+        bucket, node = lax.sort((bucket, node), num_keys=1)
+        live = bucket != nowhere
+        joined = bucket[1:] == bucket[:-1]
+        has_before, node_before = jnp.pad(joined, (1, 0)), jnp.roll(node, 1)
+        has_after, node_after = jnp.pad(joined, (0, 1)), jnp.roll(node, -1)
     old = pick(links.next, bucket)
     links, old = fence(links, old)
-    after = jnp.where(has_after, jnp.roll(node, -1), old)
-    before = jnp.where(has_before, jnp.roll(node, 1), bucket)
+    after = jnp.where(has_after, node_after, old)
+    before = jnp.where(has_before, node_before, bucket)
     following = put(
         links.next,
         jnp.concatenate([node, bucket]),
@@ -105,6 +111,23 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     preceding = put(links.prev, node, before, live)
     preceding = put(preceding, old, node, live & ~has_after & (old >= 0))
     return Links(next=following, prev=preceding)
+
+
+def _neighbours(bucket: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Finds the entries before and after each of node i32[K] in bucket i32[K], by comparing each with each.
+
+    Returns bool[K] and the node before i32[K], and bool[K] and the node after i32[K].
+    """
+    entry = jnp.arange(bucket.size, dtype=jnp.int32)
+    same = bucket[:, None] == bucket[None]
+    nearest_before = jnp.max(jnp.where(same & (entry[None] < entry[:, None]), entry[None], -1), axis=1)
+    nearest_after = jnp.min(jnp.where(same & (entry[None] > entry[:, None]), entry[None], bucket.size), axis=1)
+    return (
+        nearest_before >= 0,
+        pick(node, nearest_before),
+        nearest_after < bucket.size,
+        pick(node, nearest_after),
+    )
 
 
 def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> Links:

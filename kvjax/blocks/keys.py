@@ -84,7 +84,7 @@ def _last_axes(x: np.ndarray, ndim: int) -> np.ndarray:
 
 _VERSION = 2  # of the data of `Namespaces.to_dict`; in version 1 no number could be given back
 _WEIGHTS = "kvjax-weights:"  # the beginning of a salt that contains a version of the weights
-_MAX_NUMBER = 2**31 - 1  # of an i32
+MAX_NUMBER = 2**31 - 1  # of an i32
 _lock = threading.Lock()  # shared by all `Namespaces`, so that they can be pickled
 
 
@@ -127,7 +127,7 @@ class Namespaces:
         """
         return self._intern(*_pair(self.salted(salt, weights), lora))
 
-    def lend(self, salt: str | None) -> int:
+    def lend(self, salt: str | None, *, weights: str | int | None = None) -> int:
         """Returns the number of a salt until `give_back`, for an engine that knows which blocks and requests use it.
 
         Each call adds a borrower and needs a `give_back` of its own.
@@ -142,7 +142,9 @@ class Namespaces:
           >>> first in namespaces, namespaces.lend("tenant a") == first  # the pair has a new number
           (False, False)
         """
-        pair = _pair(self.salted(salt), None)
+        return self._lend(_pair(self.salted(salt, weights), None))
+
+    def _lend(self, pair: Any) -> int:
         with _lock:
             is_new = pair not in self._numbers
             namespace = self._add(pair)
@@ -161,6 +163,25 @@ class Namespaces:
             self._lent[namespace] -= 1
             if not self._lent[namespace]:
                 del self._lent[namespace], self._numbers[self._pairs.pop(namespace)]
+
+    def with_weights(self, namespace: int, weights: str | int) -> int:
+        """Returns the number of the same salt and adapter under another version of the weights.
+
+        If the salt contains a version already, the number belongs to both versions.
+
+        Raises:
+          ValueError: if `weights` has the wrong type.
+          KeyError: for a number without a pair.
+
+        Example:
+          >>> namespaces = kvjax.Namespaces()
+          >>> tenant = namespaces(salt="tenant a")
+          >>> namespaces.with_weights(tenant, 7) == namespaces(salt="tenant a", weights=7)
+          True
+        """
+        salt, lora = self.describe(namespace)
+        version = self.salted(None, weights)
+        return self._intern(version if salt is None else f"{version}:{salt}", lora)
 
     def numbered(self, salt: str | None, lora: int | None) -> int:
         """Returns the number of a pair from `describe`, whose salt may contain a version of the weights.
@@ -195,6 +216,19 @@ class Namespaces:
             raise ValueError(f"weights: got {weights!r:.80}, wanted a str, an int or None")
         return f"{_WEIGHTS}{len(str(weights))}:{weights}{'' if salt is None else f':{salt}'}"
 
+    @staticmethod
+    def unversioned(salt: str | None) -> str | None:
+        """Returns a salt of `salted` without the version of the weights.
+
+        Example:
+          >>> kvjax.Namespaces.unversioned("kvjax-weights:1:7:tenant a")
+          'tenant a'
+        """
+        while salt is not None and salt.startswith(_WEIGHTS):
+            length, _, rest = salt[len(_WEIGHTS) :].partition(":")
+            salt = rest[int(length) + 1 :] or None
+        return salt
+
     def _intern(self, *pair: Any) -> int:
         """Returns the number of a pair, which it keeps for ever."""
         with _lock:
@@ -204,8 +238,8 @@ class Namespaces:
 
     def _add(self, pair: Any) -> int:
         if pair not in self._numbers:
-            if self._next > _MAX_NUMBER:
-                raise RuntimeError(f"all {_MAX_NUMBER + 1:,} numbers of namespaces are in use or were used")
+            if self._next > MAX_NUMBER:
+                raise RuntimeError(f"all {MAX_NUMBER + 1:,} numbers of namespaces are in use or were used")
             self._numbers[pair] = self._next
             self._pairs[self._next] = pair
             self._next += 1
@@ -268,14 +302,14 @@ class Namespaces:
         for entry in entries[1:]:
             namespace = entry[0]
             pair = _pair(*entry[1:])
-            is_new = type(namespace) is int and namespaces._next <= namespace <= _MAX_NUMBER
+            is_new = type(namespace) is int and namespaces._next <= namespace <= MAX_NUMBER
             if not is_new or pair in namespaces._numbers:
                 wanted = f"a number from {namespaces._next} with a pair that no other number has"
                 raise ValueError(f"saved: got {reprlib.repr(entry)}, wanted {wanted}")
             namespaces._next = namespace
             namespaces._add(pair)
         next_number = saved.get("next", namespaces._next)
-        if type(next_number) is not int or not namespaces._next <= next_number <= _MAX_NUMBER + 1:
+        if type(next_number) is not int or not namespaces._next <= next_number <= MAX_NUMBER + 1:
             raise ValueError(f"saved: got next {next_number!r}, wanted an i32 above all numbers")
         namespaces._next = next_number
         return namespaces

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, count, fence, loop, pick, put, rank
+from kvjax._arrays import add, count, count_on, fence, loop, pick, put, rank
 from kvjax.blocks import index, tiers, windows
 from kvjax.blocks.backups import drop_backups
 from kvjax.events.records import EventKind, Records, record
@@ -41,7 +41,7 @@ def publish(
         children=add(blocks.children, parent[:, 0], 1, where & (parent[:, 0] >= 0), unique=False),
         hits=put(blocks.hits, ids, 0, where),
         stored=put(blocks.stored, ids, blocks.clock + rank(where), where),
-        clock=blocks.clock + count(where),
+        clock=count_on(blocks.clock, where),
     )
     stored = record(
         EventKind.STORED,

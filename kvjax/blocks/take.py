@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, either, fence, pick, put
+from kvjax._arrays import count, either, fence, pick, put, skip_unless
 from kvjax.blocks.backups import backs_up, has_backup, leave_by_backup
 from kvjax.blocks.publish import leave_index
 from kvjax.blocks.transfers import take_over_tiers
 from kvjax.blocks.victims import Taken, claim, unclaim
-from kvjax.events.records import no_records
+from kvjax.events.records import Records, no_records
 from kvjax.events.transfer import no_moves
 from kvjax.policies.retention import advance_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
@@ -52,21 +52,53 @@ def take(
         )
     index = np.arange(size, dtype=np.int32)
     num_from_stack = jnp.minimum(need, group.num_empty)
-    num_victims = jnp.where(need <= group.available, need - num_from_stack, 0)
+    fits = need <= group.available
+    num_victims = jnp.where(fits, need - num_from_stack, 0)
+    no_victims = np.full((size,), NO_BLOCK, np.int32)
+    group, taken_ids, has_victims, removed, updated = skip_unless(
+        lambda: num_victims > 0,
+        lambda carry: _evict(carry[0], group_index, policy, num_victims, size, now),
+        (group, no_victims, np.bool_(True), no_records(size), no_records(size * backs_up(group))),
+    )
+    ok = fits & has_victims
+    num_from_stack = jnp.where(ok, num_from_stack, 0)
+    is_empty = num_from_stack > index
+    from_stack_ids = pick(group.empty, group.num_empty - 1 - index)
+    empty, from_stack_ids = fence(group.empty, from_stack_ids)
+    ids = jnp.where(is_empty, from_stack_ids, pick(taken_ids, index - num_from_stack))
+    num_taken = jnp.where(ok, need, 0)
+    lacks_holder = index < num_taken if backs_up(group) else is_empty
+    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, lacks_holder))
+    group = group.replace(
+        blocks=advance_time(blocks, now, ok & (need > 0)),
+        empty=empty,
+        num_empty=group.num_empty - num_from_stack,
+    )
+    ids = jnp.where(index < num_taken, ids, NO_BLOCK)
+    return Taken(group, ids, ok, removed, updated, orders=no_moves())
+
+
+def _evict(
+    group: Group, group_index: int, policy: EvictionPolicy, wanted: jax.Array, size: int, now: jax.Array
+) -> tuple[Group, jax.Array, jax.Array, Records, Records]:
+    """Takes `wanted` i32[] victims of the policy out of the index, or out of the device, all or none.
+
+    Returns the group, the taken blocks i32[size], bool[], whether all were taken, and records, removed and updated. The
+    taken blocks have a holder, unless the group has backups.
+    """
+    index = np.arange(size, dtype=np.int32)
     before = group.blocks
 
     def eligible(ids: jax.Array) -> jax.Array:
         return group.evictable(ids) & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
-    victims, pstate = policy.chosen(group.policy, before, eligible, num_victims, now, size)
-    claimed = (index < num_victims) & eligible(victims)
+    victims, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
+    claimed = (index < wanted) & eligible(victims)
     (refcount, fill), victims, claimed = fence((before.refcount, before.fill), victims, claimed)
     blocks, claimed = claim(before.replace(refcount=refcount, fill=fill), victims, claimed)
-    ok = (need <= group.available) & (count(claimed) == num_victims)
+    ok = count(claimed) == wanted
     blocks = unclaim(blocks, victims, claimed & ~ok)
-    num_from_stack = jnp.where(ok, num_from_stack, 0)
-    num_victims = jnp.where(ok, num_victims, 0)
-    is_empty = num_from_stack > index
+    num_victims = jnp.where(ok, wanted, 0)
     is_victim = num_victims > index
     group = group.replace(blocks=blocks)
     taken_ids = victims
@@ -76,20 +108,8 @@ def take(
     group, removed = leave_index(group, group_index, victims, is_removed, counted=False, backed=False)
     if backed is not None:
         group, taken_ids, updated = leave_by_backup(group, group_index, victims, backed)
-    from_stack_ids = pick(group.empty, group.num_empty - 1 - index)
-    empty, from_stack_ids = fence(group.empty, from_stack_ids)
-    ids = jnp.where(is_empty, from_stack_ids, pick(taken_ids, index - num_from_stack))
-    lacks_holder = is_empty if backed is None else index < num_from_stack + num_victims
-    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, lacks_holder))
-    group = group.replace(
-        blocks=advance_time(blocks, now, ok & (need > 0)),
-        empty=empty,
-        num_empty=group.num_empty - num_from_stack,
-        num_cached=group.num_cached - num_victims,
-        policy=either(ok, pstate, group.policy),
-    )
+    group = group.replace(num_cached=group.num_cached - num_victims, policy=either(ok, pstate, group.policy))
     if backed is not None:
         gone = jnp.where(backed, victims, NO_BLOCK)
         group = group.replace(policy=policy.forgot(group.policy, group.blocks, gone))
-    ids = jnp.where(index < num_from_stack + num_victims, ids, NO_BLOCK)
-    return Taken(group, ids, ok, removed, updated, orders=no_moves())
+    return group, taken_ids, ok, removed, updated

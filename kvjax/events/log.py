@@ -106,13 +106,13 @@ def append(log: EventLog, *events: Events) -> EventLog:
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))
     records, text = jax.tree.map(padded, (joined(*events), text))
     is_event = records.kind != EventKind.NONE
-    num_before, num_events = ranked(is_event, small=True)
+    num_before, num_appended = ranked(is_event, small=True, start=log.appended)
     index = log.appended + num_before
     where = is_event & (index < log.records.shape[0])
     return EventLog(
         records=put(log.records, index, records.records, where),
         text=put(log.text, index, text, where),
-        appended=log.appended + num_events,
+        appended=num_appended,
         **lookups(log, events),
     )
 

@@ -227,6 +227,6 @@ def joined(*parts: Records) -> Records:
     return Records(jnp.concatenate([part.records for part in parts]))
 
 
-def no_records() -> Records:
-    """An empty list of records."""
-    return Records(jnp.zeros((0, len(COLUMNS)), jnp.int32))
+def no_records(size: int = 0) -> Records:
+    """A list of `size` records that are padding."""
+    return Records(np.zeros((size, len(COLUMNS)), np.int32))

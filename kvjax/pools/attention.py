@@ -15,7 +15,7 @@ from kvjax._arrays import pick
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
-from kvjax.pools.lineage import note, note_read, probed_scale
+from kvjax.pools.lineage import layer_name, note, note_read, probed_scale
 from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec
@@ -58,9 +58,9 @@ def attend(
       view: the positions of the tokens.
       index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None takes the index from `layer`.
       scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
-      window: None means the window of the layer's `LayerSpec`. If the layer has none, each token attends to the last
+      window: the window of the layer's `LayerSpec`, or None, which means the same: each token attends to the last
         `window` tokens only, itself included. If the `LayerSpec` has `sink_tokens`, each token attends to these first
-        tokens too, as in StreamingLLM. Both limits are exact to the token.
+        tokens too, as in StreamingLLM. Both limits are exact to the token. Any other window is an error.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
       sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value. These sinks of
         gpt-oss have nothing to do with `sink_tokens`.
@@ -76,9 +76,8 @@ def attend(
       also f32[R, C, Q], undefined at padding.
 
     Raises:
-      ValueError: while tracing, if an argument does not fit, the view is of a cache with another spec, the layer is
-        recurrent, a mesh cannot divide the query heads of latents, or a mesh divides blocks and the layer's spec lacks
-        the window.
+      ValueError: while tracing, if an argument does not fit, the window is not the layer's, the view is of a cache with
+        another spec, the layer is recurrent, or a mesh cannot divide the query heads of latents.
       NotImplementedError: if the named implementation cannot serve this call.
 
     Example:
@@ -99,13 +98,12 @@ def attend(
     q = floats("q", q)
     window = _window_of(pools.spec.groups[group].window, window, layer)
     sinks = None if sinks is None else floats("sinks", sinks)
-    _check(q, heads_of(array, spec.head_dim), view, window, soft_cap, sinks, layer, context)
+    _check(q, heads_of(array, spec.head_dim), view, soft_cap, sinks)
     sink_q = _checked_sink_q(sink_q, q, pools.spec.groups[group], layer)
     view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
     table, lengths, sink_options = _seen(view, group, pools.spec, window, sink_q)
     is_decode = view.starts is None and q.shape[1] == 1
-    decodes = view.num_decode_rows
     call = functools.partial(
         pallas_kernels.call,
         scale=probed_scale(layer, q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-1]),
@@ -117,25 +115,10 @@ def attend(
     call_seen = functools.partial(call, window=window, return_lse=return_lse or has_parts, **sink_options)
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None, **passed):
-        q = q.reshape(-1, *q.shape[2:])
-        parts = []
+        rows = table, lengths, starts, num_tokens
         # Where devices divide blocks the merge adds the sinks, once.
         options = {"scales": scales, "sinks": sinks if context is None else None}
-        if decodes:
-            first = slice(0, decodes)
-            rows = table[first], lengths[first] if context is None else context.own_lengths(lengths[first])
-            parts.append(
-                call_seen("decode_attention", q[first], pool, index, *rows, fixed_split=view.fixed_split, **options)
-            )
-        if num_tokens is not None:
-            rest = slice(decodes, None)
-            starts = jnp.arange(shape[0], dtype=jnp.int32) * shape[1] if starts is None else starts
-            rows = table[rest], lengths[rest], starts[rest] - decodes, num_tokens[rest]
-            options["max_count"] = shape[1] - decodes
-            if context is not None:
-                options |= {"stride": context.size, "offset": context.shard()}
-            parts.append(call_seen("prefill_attention", q[rest], pool, index, *rows, **options))
-        result = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        result = _over_tables(functools.partial(call_seen, **options), view, context, q, pool, index, *rows)
         if passed:
             of_sinks = functools.partial(call, scales=scales, fixed_split=view.fixed_split, return_lse=True)
             result = _merged(result, _over_passed(of_sinks, pool, index, **passed))
@@ -166,12 +149,11 @@ def attend(
 
 
 def _window_of(of_layer: int | None, given: int | None, layer: int | jax.Array) -> int | None:
-    """The window of a layer: its spec's, whose earlier blocks are gone, or the given window if its spec has none."""
+    """The window of a layer's spec, by which its rows release blocks. Another given window is refused."""
     given = None if given is None else static_int("window", given, 1)
-    if of_layer is None:
-        return given
     if given not in (None, of_layer):
-        raise ValueError(f"window: got {given} for layer {layer}, wanted {of_layer} as in its LayerSpec, or None")
+        wanted = f"kvjax.LayerSpec(window={given})" if of_layer is None else f"{of_layer} as in its LayerSpec"
+        raise ValueError(f"window: got {given} for {layer_name(layer)}, wanted {wanted}, or None")
     return of_layer
 
 
@@ -198,6 +180,25 @@ def _seen(
     return jnp.take_along_axis(table, column, axis=1, mode="clip"), lengths - gap * spec.block_size, options
 
 
+def _over_tables(call, view, context, q, pool, index, table, lengths, starts, num_tokens):
+    """Attention over the tokens in the tables of rows: decode of the first rows, then prefill of the others."""
+    num_rows, width = q.shape[:2]
+    q = q.reshape(-1, *q.shape[2:])
+    decodes = view.num_decode_rows
+    parts = []
+    if decodes:
+        first = slice(0, decodes)
+        rows = table[first], lengths[first] if context is None else context.own_lengths(lengths[first])
+        parts.append(call("decode_attention", q[first], pool, index, *rows, fixed_split=view.fixed_split))
+    if num_tokens is not None:
+        rest = slice(decodes, None)
+        starts = jnp.arange(num_rows, dtype=jnp.int32) * width if starts is None else starts
+        rows = table[rest], lengths[rest], starts[rest] - decodes, num_tokens[rest]
+        divided = {} if context is None else {"stride": context.size, "offset": context.shard()}
+        parts.append(call("prefill_attention", q[rest], pool, index, *rows, max_count=width - decodes, **divided))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+
+
 def _passed(sink_q: jax.Array, view: View, group: int, cache_spec: CacheSpec) -> dict[str, jax.Array]:
     """The operands of attention over the sinks that windows have passed.
 
@@ -212,7 +213,7 @@ def _passed(sink_q: jax.Array, view: View, group: int, cache_spec: CacheSpec) ->
         owner = jnp.asarray(token // width)
         offset = token % width
     else:  # a row without tokens starts where the next row does
-        owner = jnp.sum(token[:, None] >= view.starts, axis=1, dtype=jnp.int32) - 1
+        owner = jnp.sum(token[:, None] >= view.starts[None], axis=1, dtype=jnp.int32) - 1
         offset = token - pick(view.starts, owner)
     num_tokens = pick(view.num_tokens, owner)
     num_passed = pick(view.lengths_of(group), owner) - num_tokens + offset + 1 - spec.window
@@ -252,14 +253,11 @@ def _checked_sink_q(
     return sink_q
 
 
-def _check(q, heads, view, window, soft_cap, sinks, layer, context) -> None:
+def _check(q, heads, view, soft_cap, sinks) -> None:
     kv_heads, width = heads
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")
-    if context is not None and window is not None:
-        wanted = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
-        raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {wanted}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap: got {soft_cap!r}, wanted None or a positive number")
     if sinks is not None and sinks.shape != q.shape[2:3]:

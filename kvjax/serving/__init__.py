@@ -11,6 +11,7 @@ from kvjax.serving.generation import Progress, generate, run_batch, stream
 from kvjax.serving.handle import EngineError, Handle, Times
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.options import Scheduler
+from kvjax.serving.park import Parked, park, unpark
 from kvjax.serving.penalties import Penalties, penalize
 from kvjax.serving.replicas import Replicas, Route
 from kvjax.serving.request import Request, RunOptions, make_requests
@@ -30,10 +31,10 @@ from kvjax.verbs.free_rows import free_rows
 
 __all__ = [
     "Constraints", "Decoded", "Drafter", "Drafting", "Drafts", "Engine", "EngineError", "Finish",
-    "GenerationInterrupted", "Handle", "Model", "Output", "Penalties", "Progress", "QueueFull", "Replicas", "Request",
-    "Requests", "Rollout", "Route", "Rows", "RunOptions", "Sampling", "Scheduler", "Serving", "Times", "cancel",
-    "chain", "choose_replica", "compiler_options", "constrain", "decode", "decode_log", "draft_model", "drain",
-    "early_exit", "free_rows", "generate", "init_serving", "make_requests", "measured_pass_cost", "ngram", "penalize",
-    "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests", "show_step",
-    "step", "stream", "submit", "what_if", "worst_step",
+    "GenerationInterrupted", "Handle", "Model", "Output", "Parked", "Penalties", "Progress", "QueueFull", "Replicas",
+    "Request", "Requests", "Rollout", "Route", "Rows", "RunOptions", "Sampling", "Scheduler", "Serving", "Times",
+    "cancel", "chain", "choose_replica", "compiler_options", "constrain", "decode", "decode_log", "draft_model",
+    "drain", "early_exit", "free_rows", "generate", "init_serving", "make_requests", "measured_pass_cost", "ngram",
+    "park", "penalize", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step",
+    "show_requests", "show_step", "step", "stream", "submit", "unpark", "what_if", "worst_step",
 ]  # fmt: skip

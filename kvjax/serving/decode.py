@@ -29,7 +29,6 @@ from kvjax._arrays import Pytree, pick
 from kvjax.cache import AnyCache, Cache
 from kvjax.events.log import EventLog, Log, append, init_log, num_free
 from kvjax.events.records import Events
-from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.serving.capacity import num_steps, worst_events
@@ -346,17 +345,8 @@ def decode_log(spec: CacheSpec, steps: int) -> EventLog:
 
 
 def append_events(log: Log, *events: Events) -> Log:
-    """Appends events to the log, by a single kernel where there is a kernel for it."""
-    if log is None:
-        return None
-
-    def kernel(log: EventLog, *events: Events, interpret: bool = False) -> EventLog:
-        from kvjax.gpu import log as log_kernel  # late: to import Triton takes a tenth of a second
-
-        return log_kernel.append_events(log, events, interpret)
-
-    is_small = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
-    return fused(kernel, append, log, *events) if is_small else append(log, *events)
+    """Appends events to the log, if there is one."""
+    return None if log is None else append(log, *events)
 
 
 def decode(

@@ -35,6 +35,7 @@ from kvjax.serving.decode import check_cache
 from kvjax.serving.host_tier import HostTier
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
+from kvjax.serving.park import with_pools, without_pools
 from kvjax.serving.prompt_scores import PromptScores, Step
 from kvjax.serving.request import INSIDE, Request, RunOptions
 from kvjax.serving.requests import Output, Serving, Stage, finish_of, init_serving
@@ -160,6 +161,7 @@ class Driver[C: AnyCache]:
       host_tier: moves blocks between the tiers.
       logits_fn: a pytree on the devices of the cache. None leaves logits as they are.
       stored: reads of prefixes from a store, and writes to it. None without a store.
+      version: number of updates of the weights so far.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Driver[C: AnyCache]:
         """Makes empty slots. `cache` is donated to the first loop, and requests get rows where bool[S] `own_rows`."""
         self._model = model
         self._weights = Weights(model)
+        self.version = 0
         self._options = options
         self._scheduler = scheduler
         self._slots = slots
@@ -343,17 +346,25 @@ class Driver[C: AnyCache]:
         if finish == "length" and job.is_cut and num_tokens >= job.max_tokens:
             finish = "row_full" if num_tokens > self.spec.max_length else "no_blocks"
         num_new = num_tokens - result.num_tokens_before[slot]
-        tokens = result.tokens[slot, :num_new].tolist()
-        logprobs = result.logprobs[slot, :num_new].tolist()
-        top = [] if result.top is None else [column[slot, :num_new].tolist() for column in result.top]
+        # A canonical request makes its last tokens again after its K/V were lost.
+        num_known = len(job.tokens) + len(job.output.tokens) - result.num_tokens_before[slot]
+        made_again = result.tokens[slot, : min(num_new, num_known)].tolist()
+        known = job.output.tokens[len(job.output.tokens) - num_known :][: len(made_again)]
+        if made_again != known:
+            raise RuntimeError(f"request {job.number} made tokens {made_again} again, wanted {known}")
+        new = slice(num_known, num_new)
+        tokens = result.tokens[slot, new].tolist()
+        logprobs = result.logprobs[slot, new].tolist()
+        top = [] if result.top is None else [column[slot, new].tolist() for column in result.top]
 
         if result.preemptions[slot] > job.output.preemptions and not self._shortages.has("was preempted"):
-            reason = explain(self.state.cache.state, self._scheduler, num_tokens)
-            self._shortages.write("was preempted", job.number, reason)
+            shortage = explain(self.state.cache.state, self._scheduler, num_tokens)
+            self._shortages.write("was preempted", job.number, shortage.reason)
         reason = self._reason(job) if finish == "no_blocks" else None
 
         def change(output: Output) -> None:
             output.add(tokens, logprobs, *top)
+            output.versions += [self.version] * len(tokens)
             output.reason = reason
             output.cached_tokens = result.cached[slot] if job.found_tokens is None else job.found_tokens
             output.preemptions = result.preemptions[slot]
@@ -368,9 +379,10 @@ class Driver[C: AnyCache]:
 
     def _reason(self, job: Job) -> str:
         """Why a request ends for lack of blocks, for its output. The first of a run is also in the log."""
-        reason = explain(self.state.cache.state, self._scheduler, len(job.tokens) + job.request.max_new_tokens)
-        self._shortages.write("ended with no_blocks", job.number, reason)
-        return reason
+        shortage = explain(self.state.cache.state, self._scheduler, len(job.tokens) + job.request.max_new_tokens)
+        waits = "would wait for ever for other code, and " if shortage.is_held else ""
+        self._shortages.write(f"{waits}ended with no_blocks", job.number, shortage.reason)
+        return shortage.reason
 
     def _release(self, job: Job, generation: int) -> None:
         """Frees the slot of a request that the loop has drained. The slot's next request gets this generation."""
@@ -390,6 +402,37 @@ class Driver[C: AnyCache]:
             tier.onboard(requests, result.onboard_slot, int(np.argmax(self._own_rows & (result.row < 0))))
         while tier.swap():
             pass
+
+    def change(self, program: Callable[..., Any], *args: Any) -> Any:
+        """Runs a program over the requests and the metadata, between loops. Returns its second result."""
+        state = self.state
+        serving, result = program(without_pools(state.serving), *args)
+        state.serving = with_pools(serving, state.cache.pools)
+        return result
+
+    def settle(self) -> None:
+        """Notes which requests wait again after a change."""
+        requests = self.state.serving.requests
+        stages, preemptions = jax.device_get((requests.stage, requests.preemptions))
+        for slot, job in self.active.items():
+            if not job.is_done:
+                job.stage = int(stages[slot])
+                job.output.preemptions = int(preemptions[slot])
+
+    def withdraw(self, slots: np.ndarray) -> list[Job]:
+        """Takes requests back whose slots, where bool[W], a change has emptied."""
+        jobs = [self.active[slot] for slot in np.flatnonzero(slots).tolist()]
+        for job in jobs:
+            self._release(job, job.generation + 1)
+            job.slot = -1
+            job.stage = Stage.WAITING
+        return sorted(jobs, key=lambda job: job.number)
+
+    def replace_model(self, model: Model) -> None:
+        """Computes with a model of the same shapes from the next loop on."""
+        self._model = model
+        self._weights = Weights(model)
+        self.version += 1
 
     def compile(self) -> None:
         """Compiles all programs before the first request. Changes nothing."""

@@ -16,18 +16,20 @@ import functools
 import itertools
 import reprlib
 import time
+import uuid
 from concurrent.futures import CancelledError, Future
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
 from kvjax._arrays import described
 from kvjax._compile import own_transfers
-from kvjax.blocks.keys import Namespaces
+from kvjax.blocks.keys import MAX_NUMBER, Namespaces
 from kvjax.cache import AnyCache
-from kvjax.checks import check_bool, static_int
+from kvjax.checks import check_alive, check_bool, static_int
 from kvjax.model import Model, check_placement
+from kvjax.serving.changes import Change, InFlight
 from kvjax.serving.constraints import as_tree, check_request, initial_state
 from kvjax.serving.driver import Limits, check_run
 from kvjax.serving.engine_thread import ENTRIES, MANY, EngineJob, EngineThread, Inbox
@@ -99,7 +101,6 @@ class Engine[C: AnyCache]:
         """
         self._options = options = dataclasses.replace(RunOptions() if options is None else options, log_events=False)
         check_run(model, cache, options)
-        self._model = model
         self._weights = known(cache.state)
         # Committed to its devices like all later caches. Otherwise jax would compile again for them.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
@@ -169,10 +170,12 @@ class Engine[C: AnyCache]:
             self._check_open()
             if len(inbox.queue) + len(jobs) > self._max_waiting:
                 raise QueueFull(len(inbox.queue))
-            if salt is not None:
-                namespace = inbox.lend(salt)
-                for job in jobs:
-                    job.namespace = namespace
+            namespace = inbox.number(request.namespace, salt, inbox.weights)
+            if salt is None and self._options.reuse != "any":
+                check_weights(self._thread.model, self._weights, [namespace])
+            for job in jobs:
+                job.namespace = namespace
+                job.salt = salt
             inbox.queue.extend(jobs)
             inbox.is_idle = False
             inbox.wake.notify_all()
@@ -187,8 +190,8 @@ class Engine[C: AnyCache]:
             reason = "without names" if self.names is None else f"together with namespace {request.namespace}"
             raise ValueError(f"salt: got a salt {reason}, wanted None")
         Namespaces.salted(salt)
-        if salt is None and self._options.reuse != "any":
-            check_weights(self._model, self._weights, [request.namespace])
+        if salt is None and self.names is None and request.namespace > MAX_NUMBER - len(self._inbox.numbers):
+            raise ValueError(f"namespace: got {request.namespace}, wanted a number that no new weights have")
         if request.prompt_logprobs_from is not None:
             self._thread.check_scores()
         slots = self._slots
@@ -232,6 +235,102 @@ class Engine[C: AnyCache]:
             raise ValueError(f"logits_fn: got {got}, wanted arrays like the engine's, {wanted}")
         self._logits_fn = jax.tree.unflatten(*reversed(new))
         self._thread.replace_logits_fn(self._logits_fn)
+
+    @own_transfers()
+    def sleep(self, *, keep: Literal["none", "host"] = "none") -> None:
+        """Frees the memory of the pools until `wake`, for example for a training step. Any thread may call it.
+
+        Requests wait: they keep their tokens, and compute their K/V again afterwards. Their tokens stay the same, with
+        a canonical scheduler bit for bit. New requests wait in the queue, and `QueueFull` refuses more than it takes.
+
+        Args:
+          keep: "host" moves cached blocks to the host tier first, as far as it has space. "none" empties the cache.
+
+        Raises:
+          ValueError: if `keep` is "host" and the cache has no host tier.
+          RuntimeError: if a pin holds blocks. The engine goes on then.
+          EngineError: if the engine is closed.
+        """
+        if keep not in ("none", "host"):
+            raise ValueError(f"keep: got {keep!r}, wanted 'none' or 'host'")
+        if keep == "host" and not self.spec.has_host:
+            raise ValueError("keep: got 'host', wanted 'none' (the cache has no host tier)")
+        self._make(Change("sleep", keep=keep))
+
+    @own_transfers()
+    def wake(self) -> None:
+        """Makes the pools again. The requests go on. Nothing changes if the engine does not sleep.
+
+        Raises:
+          EngineError: if the engine is closed.
+        """
+        self._make(Change("wake"))
+
+    @own_transfers()
+    def update(
+        self,
+        model: Model,
+        *,
+        in_flight: InFlight = "recompute",
+        weights: str | int | None = None,
+        forget: bool = True,
+    ) -> int:
+        """Replaces the weights, and returns when they are in use. Nothing is compiled. Any thread may call it.
+
+        No request finds K/V of other weights, except what a request in flight "continues" over. `Output.versions` says
+        by which weights each token was chosen. A request without a token begins anew under the new weights.
+
+        Args:
+          model: a model with arrays of the same shapes, dtypes and devices. The engine does not copy them.
+          in_flight: what happens to requests that have tokens. "finish": they end with the old weights, while others
+            wait. "recompute": they keep their tokens, and the new weights compute the K/V anew. "continue": they go on
+            over K/V of the old weights and write K/V of the new weights after it. Such an output is `mixed`, and
+            nothing else finds its blocks. A row without a whole block is computed anew.
+          weights: name of the weights in the salts of namespaces, and so in stores and in published events. Give equal
+            names only to equal weights. None means a new random name.
+          forget: whether cached blocks of other weights become empty at once. Otherwise they leave when other blocks
+            need their space.
+
+        Returns:
+          The number of updates so far, as in `Output.versions`.
+
+        Raises:
+          ValueError: naming the argument, also if other arrays had this name before.
+          RuntimeError: if the engine sleeps, and requests in flight cannot "finish".
+          EngineError: if the engine is closed.
+        """
+        got, wanted = (jax.tree.flatten(tree) for tree in (model, self._thread.model))
+        if got[1] != wanted[1] or described(got[0]) != described(wanted[0]):
+            raise ValueError("model: got other arrays than the engine's, wanted the same tree, shapes and dtypes")
+        check_alive(model, name="model")
+        places = [[getattr(leaf, "sharding", None) for leaf in leaves] for leaves, _ in (got, wanted)]
+        if places[0] != places[1]:
+            raise ValueError("model: got arrays on other devices than the engine's, wanted the same shardings")
+        if in_flight not in (modes := ("finish", "recompute", "continue")):
+            raise ValueError(f"in_flight: got {in_flight!r}, wanted one of {modes}")
+        Namespaces.salted(None, weights)
+        name = uuid.uuid4().hex if weights is None else weights
+        return self._make(Change("update", model=model, in_flight=in_flight, weights=name, forget=forget))
+
+    def _make(self, change: Change) -> int:
+        """Gives the engine's thread a change, and waits until it is made. Returns the version of the weights."""
+        self._thread.changes.prepare(change)
+        with self._inbox.wake:
+            self._check_open()
+            self._inbox.changes.append(change)
+            self._inbox.is_idle = False
+            self._inbox.wake.notify_all()
+        return change.done.result()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._thread.is_asleep
+
+    @property
+    def version(self) -> int:
+        """The number of updates of the weights so far."""
+        return self._thread.version
 
     @property
     def vocabulary(self) -> int:

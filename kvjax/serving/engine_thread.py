@@ -6,6 +6,8 @@ score     computes the next part of the first prompt whose log-probabilities are
 choose    submits requests whose prefixes have been read, together with cancels, by a single call
 dispatch  runs the loop of the scheduler: few steps while a client waits for tokens, many otherwise
 read      reads a turn while the next one runs, unless a host tier or a store has to act between them
+
+Before all this it makes the pending changes (`changes.py`). While the engine sleeps, it does nothing else.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._compile import OutermostJit, own_transfers
-from kvjax.blocks.keys import Namespaces
+from kvjax.blocks.keys import MAX_NUMBER, Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
+from kvjax.pools.device import Pools
 from kvjax.pools.host import init_host_pools
+from kvjax.serving.changes import Change, Changes
 from kvjax.serving.constraints import as_tree
 from kvjax.serving.driver import Driver, StepOutput
 from kvjax.serving.handle import EngineError, Handle
+from kvjax.serving.park import Parked, unpark
 from kvjax.serving.prompt_scores import Step, check_all_logits
 from kvjax.serving.request import RunOptions
 from kvjax.serving.requests import Output, Stage
@@ -58,6 +63,7 @@ class EngineJob(Job):
     deadline: float  # time of `time.monotonic` after which it is cancelled
     cancel: dataclasses.InitVar[Callable[[Handle], None]]
     is_cancelled: bool = False
+    salt: str | None = None  # in place of a namespace
 
     def __post_init__(self, cancel: Callable[[Handle], None]):
         self.handle = Handle(self.output, cancel)
@@ -85,28 +91,44 @@ class Inbox:
         self.queue = deque[EngineJob]()  # waiting requests
         self.cancels = deque[EngineJob]()  # requests to end
         self.copies = deque[Future[CacheState]]()  # requested copies of the state
-        self._names = names
-        self.lent = dict[str, int]()  # numbers that `names` has lent, by salt
+        self.changes = deque[Change]()  # changes to make, in order
+        self.names = names
+        self.weights: str | int | None = None  # name of the present weights; None before the first update
+        self.lent = dict[tuple[str, str | int | None], int]()  # numbers that `names` has lent, by salt and weights
+        self.numbers = dict[tuple[int, str | int], int]()  # without `names`, numbers of namespaces under new weights
         self.is_closing = False
         self.is_idle = True
 
     def has_task(self) -> bool:
         """Whether an idle engine has something to do."""
-        return bool(self.queue or self.cancels or self.copies or self.is_closing)
+        return bool(self.queue) or self.has_order()
 
-    def lend(self, salt: str) -> int:
-        """The number of a salt, for the next request. The caller holds `wake`."""
-        assert self._names is not None
-        if salt not in self.lent:
-            self.lent[salt] = self._names.lend(salt)
-        return self.lent[salt]
+    def has_order(self) -> bool:
+        """Whether a sleeping engine has something to do."""
+        return bool(self.cancels or self.copies or self.changes or self.is_closing)
+
+    def number(self, namespace: int, salt: str | None, weights: str | int | None) -> int:
+        """The number of a namespace or a salt under weights of this name, for a request. The caller holds `wake`."""
+        if salt is not None:
+            return self._lend(salt, weights)
+        if weights is None:
+            return namespace
+        if self.names is not None:
+            return self.names.with_weights(namespace, weights)
+        return self.numbers.setdefault((namespace, weights), MAX_NUMBER - len(self.numbers))
+
+    def _lend(self, salt: str, weights: str | int | None) -> int:
+        assert self.names is not None
+        if (salt, weights) not in self.lent:
+            self.lent[salt, weights] = self.names.lend(salt, weights=weights)
+        return self.lent[salt, weights]
 
     def give_back(self, used: set[int]) -> None:
         """Gives back all numbers except the used ones. The caller holds `wake`."""
-        assert self._names is not None
+        assert self.names is not None
         unused = [salt for salt, namespace in self.lent.items() if namespace not in used]
         for salt in unused:
-            self._names.give_back(self.lent.pop(salt))
+            self.names.give_back(self.lent.pop(salt))
 
 
 class EngineThread(threading.Thread):
@@ -116,10 +138,14 @@ class EngineThread(threading.Thread):
         """Compiles all programs, without starting the thread. The cache, committed to its devices, is donated."""
         super().__init__(name="kvjax-engine", daemon=True)
         self.spec = cache.state.spec
-        self._model = model
-        self._options = options
-        self._inbox = inbox
-        self._slots = slots
+        self.model = model
+        self.options = options
+        self.scheduler = options.scheduler
+        self.inbox = inbox
+        self.slots = slots
+        self.changes = Changes(self)
+        self.version = 0  # number of updates of the weights
+        self._ended_asleep = list[EngineJob]()  # requests in slots that ended while the engine slept
         self.logits_fn = as_tree(options.logits_fn)  # the latest
         self.last = None  # the cache, after the thread has ended
 
@@ -136,20 +162,22 @@ class EngineThread(threading.Thread):
     def check_scores(self) -> None:
         """Raises a ValueError if a model cannot give the logits of a whole prompt."""
         if not self._gives_all_logits:
-            check_all_logits(self._model, self._shapes.cache)
+            check_all_logits(self.model, self._shapes.cache)
             self._gives_all_logits = True
 
     def _begin(self, cache: Any) -> None:
         """Begins with a cache and no requests, and compiles the missing programs."""
         self.driver: Driver[Any] = Driver(
-            self._model,
+            self.model,
             cache,
-            self._options,
-            self._options.scheduler,
-            self._slots,
+            self.options,
+            self.options.scheduler,
+            self.slots,
             np.ones((self.spec.max_seqs,), np.bool_),
         )
-        with self._inbox.wake:
+        self.driver.version = self.version
+        self.is_asleep = False
+        with self.inbox.wake:
             self.driver.logits_fn = self.driver.placed(self.logits_fn)
         # The number of loops that run while an earlier loop is read.
         self._num_ahead = 0 if cache.host or self.driver.stored else 1
@@ -161,15 +189,17 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         """Runs until the engine is closed."""
-        inbox = self._inbox
+        inbox = self.inbox
         try:
             while not inbox.is_closing:
                 with inbox.wake:
                     has_jobs = self.reading or self.scoring or self.active or self.driver.in_flight
-                    inbox.is_idle = not (inbox.queue or inbox.cancels or has_jobs)
+                    inbox.is_idle = not (inbox.queue or inbox.cancels or inbox.changes or has_jobs)
                     if inbox.is_idle:
                         inbox.wake.notify_all()  # `drain` waits for this
                         inbox.wake.wait_for(inbox.has_task, _RETRY if self.driver.state.is_behind else None)
+                    elif self.is_asleep:
+                        inbox.wake.wait_for(inbox.has_order, _RETRY)  # requests may be late
                 try:
                     self._step()
                 except Exception as error:
@@ -179,7 +209,7 @@ class EngineThread(threading.Thread):
 
     def replace_logits_fn(self, logits_fn: Any) -> None:
         """Replaces `logits_fn` by another of the same shapes, from the next loop on. Any thread may call this."""
-        with self._inbox.wake:
+        with self.inbox.wake:
             self.logits_fn = logits_fn
             if driver := vars(self).get("driver"):  # not set while it recovers
                 driver.logits_fn = driver.placed(logits_fn)
@@ -189,10 +219,15 @@ class EngineThread(threading.Thread):
         """Runs a turn: submits requests, starts the loop, and reads an earlier turn."""
         driver = self.driver
         self._copy_states()
+        self.changes.make()
+        if self.is_asleep:
+            self._end_while_asleep()
+            driver.state.catch_up()
+            return
         if len(self._running) < self.spec.max_seqs:  # a request that arrives during a loop joins the next loop
             driver.wait()
         cancelled = self._take_cancels()
-        chosen = [] if self._score() else self._choose()
+        chosen = [] if self.changes.drains or self._score() else self._choose()
         if chosen or cancelled:
             driver.submit(chosen, cancelled)
             self.reading = self.reading[len(chosen) :]  # only now: after an error they are chosen again
@@ -208,13 +243,68 @@ class EngineThread(threading.Thread):
         if driver.stored:
             waiting = [job for job in self.reading if not job.is_done]
             driver.stored.keep_only({job.leader.number for job in [*waiting, *driver.active.values()]})
-        if len(self._inbox.lent) > self._max_lent:
+        if len(self.inbox.lent) > self._max_lent:
             self._give_back_salts()
+
+    def read_all(self) -> None:
+        """Reads all started loops."""
+        while self.driver.in_flight:
+            self._update_pace(self.driver.read())
+        self.driver.read_statuses()
+        self.driver.state.publish()
+
+    def _end_while_asleep(self) -> None:
+        """Ends late and cancelled requests. Their slots become free when the engine wakes."""
+        while cancelled := self._take_cancels():
+            self._ended_asleep += cancelled
+            for job in cancelled:
+                job.end("cancelled")
+
+    def end_cancelled(self) -> None:
+        """Frees the slots of requests that ended while the engine slept."""
+        ended = [job for job in self._ended_asleep if job.slot >= 0]
+        self._ended_asleep = []
+        for first in range(0, len(ended), ENTRIES):
+            self.driver.submit([], ended[first : first + ENTRIES])
+
+    def all_jobs(self) -> list[EngineJob]:
+        """All requests that are not over."""
+        jobs = [*self.active.values(), *self.waiting, *self.inbox.queue]
+        return [job for job in jobs if not job.is_done]
+
+    def space_of(self, job: EngineJob, weights: str | int | None) -> int:
+        """The number of a request's namespace under weights of this name."""
+        with self.inbox.wake:
+            return self.inbox.number(job.request.namespace, job.salt, weights)
+
+    def take_back(self, slots: np.ndarray) -> None:
+        """Takes requests back whose slots, where bool[W], a change has emptied. Their prompts are scored again."""
+        jobs = [*self.driver.withdraw(slots), *itertools.chain(*self.scoring), *self.reading]
+        jobs = sorted((job for job in jobs if not job.is_done), key=lambda job: job.number)
+        self.reading = [job for job in jobs if job.request.prompt_logprobs_from is None]
+        scored = [job for job in jobs if job.request.prompt_logprobs_from is not None]
+        for job in scored:
+            job.found_tokens = None
+            job.change(Output.forget_scores)
+        self.scoring = [list(samples) for _, samples in itertools.groupby(scored, key=lambda job: job.leader)]
+
+    def replace_model(self, model: Model, weights: str | int) -> None:
+        """Replaces the weights. All requests that are not in a row get their namespaces under the new weights."""
+        self.model = model
+        self.driver.replace_model(model)
+        self.version = self.driver.version
+        with self.inbox.wake:
+            self.inbox.weights = weights
+            for job in self.all_jobs():
+                job.namespace = self.inbox.number(job.request.namespace, job.salt, weights)
+        if self.driver.stored:
+            self.driver.stored.keep_only(set())
+            self.driver.stored.begin([job for job in self.active.values() if job.stage == Stage.WAITING])
 
     def _copy_states(self) -> None:
         """Makes the copies of the state for other threads."""
-        while self._inbox.copies:
-            copy = self._inbox.copies.popleft()
+        while self.inbox.copies:
+            copy = self.inbox.copies.popleft()
             try:
                 copy.set_result(_copy(self.driver.state.cache.state))
             finally:
@@ -223,10 +313,10 @@ class EngineThread(threading.Thread):
     def _give_back_salts(self) -> None:
         """Gives back salts without a block or a request. The next check comes when twice as many are lent."""
         cached = _cached_namespaces(self.driver.state.cache.state)
-        with self._inbox.wake:
-            jobs = [*self._inbox.queue, *self.waiting, *self.active.values()]
-            self._inbox.give_back(cached | {job.namespace for job in jobs})
-            self._max_lent = 2 * len(self._inbox.lent) + _FEW_SALTS
+        with self.inbox.wake:
+            jobs = [*self.inbox.queue, *self.waiting, *self.active.values()]
+            self.inbox.give_back(cached | {job.namespace for job in jobs})
+            self._max_lent = 2 * len(self.inbox.lent) + _FEW_SALTS
 
     @property
     def waiting(self) -> list[EngineJob]:
@@ -240,13 +330,13 @@ class EngineThread(threading.Thread):
     def _choose_steps(self) -> int:
         """Chooses the steps of the next turn. While a row is free it is a single step, so a new request starts soon."""
         running = self._running
-        drafter = self._options.drafter
-        fewest = min(1 if drafter is None else 1 + drafter.num_tokens, self._slots.steps)  # a pass has space for drafts
+        drafter = self.options.drafter
+        fewest = min(1 if drafter is None else 1 + drafter.num_tokens, self.slots.steps)  # a pass has space for drafts
         if len(running) < self.spec.max_seqs:
             return fewest
         if not any(job.handle.is_streaming for job in running):
-            return self._slots.steps
-        return int(min(max(PACE / self._step_seconds, fewest), self._slots.steps))
+            return self.slots.steps
+        return int(min(max(PACE / self._step_seconds, fewest), self.slots.steps))
 
     def _update_pace(self, output: StepOutput) -> None:
         """Updates the mean time of a step. Short turns, whose steps take longer, have less weight."""
@@ -258,11 +348,11 @@ class EngineThread(threading.Thread):
     def _take_cancels(self) -> list[EngineJob]:
         """Ends late and cancelled requests. Returns the requests in the scheduler, at most as many as a call takes."""
         now = time.monotonic()
-        jobs = [*self.active.values(), *self._inbox.queue, *self.waiting]
+        jobs = [*self.active.values(), *self.inbox.queue, *self.waiting]
         late = [job for job in jobs if job.deadline < now]
         to_cancel = list[EngineJob]()
-        while (self._inbox.cancels or late) and len(to_cancel) < ENTRIES:
-            job = late.pop() if late else self._inbox.cancels.popleft()
+        while (self.inbox.cancels or late) and len(to_cancel) < ENTRIES:
+            job = late.pop() if late else self.inbox.cancels.popleft()
             if job.is_cancelled or job.is_done:
                 continue
             job.is_cancelled = True
@@ -301,7 +391,7 @@ class EngineThread(threading.Thread):
         for leader, members in itertools.groupby(self.reading, key=lambda job: job.leader):
             samples = list(members)
             num_tokens += sum(len(job.tokens) for job in samples)
-            is_full = len(chosen) + len(samples) > min(ENTRIES, num_free) or num_tokens > self._slots.entry_tokens
+            is_full = len(chosen) + len(samples) > min(ENTRIES, num_free) or num_tokens > self.slots.entry_tokens
             if is_full or (stored and not stored.has_read(leader.number)):
                 break
             chosen += samples
@@ -309,7 +399,7 @@ class EngineThread(threading.Thread):
 
     def _take_queue(self, num_free: int) -> None:
         """Takes requests from the queue, for as many slots as are free."""
-        queue = self._inbox.queue
+        queue = self.inbox.queue
         while queue and len(self.waiting) < num_free:
             job = queue.popleft()
             if job.request.prompt_logprobs_from is None:
@@ -335,23 +425,31 @@ class EngineThread(threading.Thread):
         """Makes an empty cache with the shapes of the first cache."""
         shapes: Any = self._shapes
         state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, shapes.state)
-        pools = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes.pools)
+        pools = self.empty_pools()
         pools, host = init_host_pools(pools) if shapes.host else (pools, None)
         return joined(Cache(state, pools), host)
+
+    def empty_pools(self) -> Pools:
+        """Makes pools of zeros with the shapes of the first cache."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._shapes.pools)
 
     @own_transfers()
     def _end(self) -> None:
         """Ends all requests, and releases the rows of the cache."""
-        with self._inbox.wake:
-            self._inbox.is_closing = self._inbox.is_idle = True
-            self._inbox.wake.notify_all()
+        with self.inbox.wake:
+            self.inbox.is_closing = self.inbox.is_idle = True
+            self.inbox.wake.notify_all()
         driver = vars(self).get("driver")  # not set if a new start has failed
-        self._fail([*self.active.values(), *self.waiting, *self._inbox.queue], EngineError("the engine was closed"))
-        for copy in self._inbox.copies:
+        closed = EngineError("the engine was closed")
+        self._fail([*self.active.values(), *self.waiting, *self.inbox.queue], closed)
+        self.changes.fail(closed)
+        for copy in self.inbox.copies:
             copy.cancel()
         if driver:
             driver.drop_reads()
         if driver and driver.state.alive:
+            if self.is_asleep:  # the cache of `close` has pools
+                driver.state.serving = unpark(Parked(driver.state.serving), self.empty_pools())
             driver.state.release_rows()
             self.last = driver.state.result
             driver.state.publish()

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,6 @@ from kvjax.blocks.rows import Chunk, Span
 from kvjax.cache import Cache
 from kvjax.events.log import Log
 from kvjax.events.records import Events, Records, Status
-from kvjax.gpu.choice import fused, serves
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.pools.views import mixed
@@ -27,7 +24,7 @@ from kvjax.serving.options import Scheduler, late_first, sort_keys_by_row
 from kvjax.serving.requests import Serving
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, checked_text
-from kvjax.verbs.commit import pass_width, publish_spans, slide, store, write, write_fused
+from kvjax.verbs.commit import pass_width, publish_spans, slide, store
 from pallas_kernels.loops import while_loop
 
 
@@ -61,8 +58,7 @@ def mixed_step(
         serving, chunks = plan(serving, scheduler, num_positions)
         serving, log, chunks = extend_for_chunks(serving, log, scheduler, chunks, now)
         pools, logits, chunk = compute_flat(model, serving, chunks, decode, num_positions, scheduler.chunk_width(spec))
-        with_kernel = serves(serving.cache.state, rows, k) and not scheduler.canonical
-        state, log = _store_chunks(serving.cache.state, log, chunk, with_kernel, now)
+        state = store(serving.cache.state, chunk)
         serving = serving.replace(cache=Cache(state, pools))
         prefilled = (chunks.count > 0) & (pick(serving.num_pending, chunks.rows) == 0)
         ready = put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, prefilled)
@@ -157,24 +153,6 @@ def compute_flat(
     return pools, logits, Chunk(rows, first, first + chunks.count, chunks.count > 0, text)
 
 
-def _store_chunks(
-    state: CacheState, log: Log, chunk: Chunk, with_kernel: bool, now: jax.Array
-) -> tuple[CacheState, Log]:
-    """Stores chunks for `commit_step` to publish, or publishes them, if decoded tokens have a kernel for it."""
-
-    def commit(state, log, chunk, now, *, interpret=False):
-        del interpret  # plain jax: the kernel of `commit_step` takes at most a block of each row
-        state, stored, updated = write(state, chunk, now)
-        return state, append_events(log, _committed(state, stored, updated))
-
-    def keep(state, log, chunk, now):
-        del now
-        return store(state, chunk), log
-
-    args = state, log, chunk, now
-    return fused(commit, keep, *args) if with_kernel else keep(*args)
-
-
 def commit_step(
     state: CacheState, chunks: Chunks, scheduler: Scheduler, count: jax.Array, tokens: jax.Array, now: jax.Array
 ) -> tuple[CacheState, Events]:
@@ -198,17 +176,9 @@ def commit_step(
         state, stored, updated = publish_spans(state, spans, pass_width(of_rows.size, width, block_size), now)
         return slide(store(state, decoded), decoded.span, now), stored, updated
 
-    def publish_by_kernel(state, decoded, of_rows, start, end, now, *, interpret=False):
-        del of_rows, start, end  # `_store_chunks` has published them
-        return write_fused(state, decoded, now, spare=span.most_filled(block_size), interpret=interpret)
-
     args = state, decoded, *span[:3], now
-    if scheduler.canonical:
-        state, stored, updated = publish_chunks(*args)
-    else:
-        has_kernel = serves(state, rows, k)
-        publish = functools.partial(fused, publish_by_kernel, publish_all) if has_kernel else publish_all
-        state, stored, updated = publish(*args)
+    publish = publish_chunks if scheduler.canonical else publish_all
+    state, stored, updated = publish(*args)
     return state, _committed(state, stored, updated)
 
 

@@ -408,6 +408,8 @@ class Output:
     Attributes:
       tokens: generated tokens, including the stop token.
       logprobs: log-probabilities of `tokens`; see `RunOptions`.
+      versions: for each token, the number of updates of the engine's weights before it was chosen; empty in `results`.
+      mixed: whether it went on over K/V of older weights after an update (`Engine.update`).
       top_logprobs: for each token, the likeliest tokens in order with their log-probabilities; empty unless requested.
       prompt_tokens: number of prompt tokens.
       prompt_logprobs: log-probability of each prompt token from `Request.prompt_logprobs_from` on, from the raw logits;
@@ -439,6 +441,8 @@ class Output:
     prompt_top_logprobs: list[dict[int, float] | None] = dataclasses.field(default_factory=list)
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    versions: list[int] = dataclasses.field(default_factory=list)
+    mixed: bool = False
     reason: str | None = dataclasses.field(default=None, compare=False)  # depends on the other requests of a run
 
     def add(
@@ -449,6 +453,12 @@ class Output:
         self.logprobs += logprobs
         likeliest = zip(top_tokens, top_logprobs, strict=True)
         self.top_logprobs += [dict(zip(*columns, strict=True)) for columns in likeliest]
+
+    def forget_scores(self) -> None:
+        """Forgets the log-probabilities of the prompt, to compute them again."""
+        self.prompt_logprobs = []
+        self.prompt_ranks = []
+        self.prompt_top_logprobs = []
 
 
 def results(serving: Serving) -> dict[tuple[int, int], Output]:

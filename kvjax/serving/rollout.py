@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import Pytree, pick, runs
+from kvjax._arrays import Pytree, pick, put, runs
 from kvjax._compile import own_transfers
 from kvjax.cache import AnyCache, Cache
 from kvjax.checks import check_alive, each_row, integers, static_int
@@ -24,7 +24,7 @@ from kvjax.serving.decode import LogitsFn, append_events
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
 from kvjax.serving.program_tier import backup_events
-from kvjax.serving.requests import Finish, Serving, init_serving
+from kvjax.serving.requests import Finish, Serving, Stage, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.serving.serve import serve
 from kvjax.serving.speculation import Drafter
@@ -43,10 +43,13 @@ class Rollout(Pytree):
       mask: bool[B, G, T]; whether there is a token.
       lengths: i32[B, G]; number of tokens.
       finish: i32[B, G]; reason for the end, a `kvjax.serving.Finish`. CANCELLED means no row was free, or the log was
-        full.
+        full. NONE means the completion goes on after `max_steps`.
       cached: i32[B, G]; number of prompt tokens found in the cache.
       preemptions: i32[B, G]; number of times the completion gave its row up and waited again.
       rows: i32[B, G]; with `keep_rows` the row with the completion, without its last token, or -1.
+      versions: i32[B, G, T]; number of the weights that chose each token, 0 beyond the end. None without a `version`.
+      logits_state: a tree of arrays [B, G, ...]; state of `logits_fn` after each completion. None without `max_steps`
+        or without a state.
     """
 
     tokens: jax.Array
@@ -57,6 +60,8 @@ class Rollout(Pytree):
     cached: jax.Array
     preemptions: jax.Array
     rows: jax.Array
+    versions: jax.Array | None = None
+    logits_state: Any = None
 
 
 @own_transfers()
@@ -76,6 +81,9 @@ def rollout[C: AnyCache](
     namespace: ArrayLike = 0,
     keep_rows: bool = False,
     resume_rows: ArrayLike | None = None,
+    resume: Rollout | None = None,
+    max_steps: ArrayLike | None = None,
+    version: ArrayLike | None = None,
     logprobs: Literal["sampling", "raw"] = "sampling",
     logits_fn: LogitsFn | None = None,
     logits_state: Any = None,
@@ -109,6 +117,12 @@ def rollout[C: AnyCache](
         completions need a row then.
       resume_rows: i32[...]; rows kept by an earlier rollout, padded with -1. They are released first, so a prompt
         that begins with the text of such a row, for example followed by a tool's answer, finds the whole text cached.
+      resume: the completions so far, of a rollout of the same prompts and streams that ended after `max_steps`. Its
+        tokens stay, whatever weights chose them, and unfinished completions go on. Their K/V are found in the cache, or
+        computed with these weights. None begins with the prompts.
+      max_steps: i32[]; steps of the model after which the rollout ends. Unfinished completions are released and cached:
+        `resume` them. None means no limit.
+      version: i32[]; number of the weights, for `versions` of the new tokens. None notes no versions.
       logprobs: static; "sampling" for the distribution that a token was drawn from, after temperature, top-k, top-p and
         min-p, with 0 for greedy choices; "raw" for the logits as the model returned them.
       logits_fn: (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits, such as `constrain` makes. It is
@@ -190,10 +204,63 @@ def rollout[C: AnyCache](
         logits_state=each(logits_state),
     )
 
-    serving, log = _run(model, serving, log, scheduler, logits_fn, drafter, generations, integers("now", now, ()))
+    if resume is not None:
+        resume = _flat_completions(resume, (num_prompts, num_samples), max_new)
+        serving = _resumed(serving, status == Status.OK, each(lengths), resume)
+    end = None if max_steps is None else integers("max_steps", max_steps, ())
+    serving, log = _run(model, serving, log, scheduler, logits_fn, drafter, generations, integers("now", now, ()), end)
     flat = _completions(serving, status, each(lengths), max_new)
+    flat = _with_versions(flat, resume, None if version is None else integers("version", version, ()))
+    if end is not None:
+        goes_on = (flat.finish == Finish.CANCELLED) & (status == Status.OK) & (serving.steps >= end)
+        finish = jnp.where(goes_on, int(Finish.NONE), flat.finish)
+        flat = flat.replace(finish=finish, logits_state=serving.requests.logits_state)
     completions = jax.tree.map(lambda x: x.reshape(num_prompts, num_samples, *x.shape[1:]), flat)
     return completions, cast(C, joined(serving.cache, serving.host_pools)), log
+
+
+def _with_versions(flat: Rollout, resume: Rollout | None, version: jax.Array | None) -> Rollout:
+    """Adds the version i32[] of the new tokens, and what the completions so far already had."""
+    versions = None if version is None else jnp.where(flat.mask, version, 0)
+    if resume is None:
+        return flat.replace(versions=versions)
+    if versions is not None:
+        earlier = jnp.zeros_like(versions) if resume.versions is None else resume.versions
+        versions = jnp.where(resume.mask, earlier, versions)
+    cached = jnp.where(resume.lengths > 0, resume.cached, flat.cached)
+    return flat.replace(versions=versions, cached=cached, preemptions=flat.preemptions + resume.preemptions)
+
+
+def _flat_completions(resume: Rollout, outputs: tuple[int, int], max_new: int) -> Rollout:
+    """The completions so far with axes [B * G, ...], for up to `max_new` tokens."""
+    if not isinstance(resume, Rollout) or resume.tokens.ndim != 3 or resume.tokens.shape[:2] != outputs:
+        got = f"shape {list(resume.tokens.shape)}" if isinstance(resume, Rollout) else f"{resume!r:.80}"
+        raise ValueError(f"resume: got {got}, wanted a kvjax.serving.Rollout of {list(outputs)} completions")
+    num_more = max_new - resume.tokens.shape[2]
+    if num_more < 0:
+        raise ValueError(f"max_new_tokens: got {max_new}, wanted at least those of resume, {resume.tokens.shape[2]}")
+
+    def widened(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.pad(x, ((0, 0), (0, 0), (0, num_more)))
+
+    columns = {name: widened(getattr(resume, name)) for name in ("tokens", "logprobs", "mask", "versions")}
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), resume.replace(**columns))
+
+
+def _resumed(serving: Serving, served: jax.Array, lengths: jax.Array, resume: Rollout) -> Serving:
+    """Gives the requests of the entries where bool[B * G] their tokens so far. Each computes its text on its own."""
+    requests = serving.requests
+    entry = jnp.arange(requests.size, dtype=jnp.int32)
+    positions = runs(requests.start + lengths, resume.tokens.shape[1])
+    where = resume.mask & served[:, None]
+    text = put(requests.text, positions, resume.tokens, where)
+    requests = requests.replace(text=text, logprobs=put(requests.logprobs, positions, resume.logprobs, where))
+    requests = requests.at(entry, served, num_tokens=lengths + resume.lengths, parent=-1)
+    if resume.logits_state is not None:
+        requests = requests.at(entry, served, logits_state=resume.logits_state)
+    is_over = served & (resume.finish != Finish.NONE) & (resume.finish != Finish.CANCELLED)
+    requests = requests.at(entry, is_over, stage=int(Stage.DONE), finish=resume.finish)
+    return serving.replace(requests=requests)
 
 
 def _leaders(cache: AnyCache, num_prompts: int, num_samples: int) -> jax.Array:
@@ -216,16 +283,19 @@ def _run(
     drafter: Drafter | None,
     generations: jax.Array,
     now: jax.Array,
+    max_steps: jax.Array | None,
 ) -> tuple[Serving, Log]:
-    """Steps until all requests are over, and cancels the rest if no row is free or the log is full."""
+    """Steps until all requests are over, and cancels the rest after `max_steps`, or if no row or log space is free."""
 
     def turn(carry):
         serving, log, _ = carry
         steps = serving.steps
         options: dict[str, Any] = {"scheduler": scheduler, "logits_fn": logits_fn, "drafter": drafter, "now": now}
-        serving, log = serve(model, serving, log, steps=1 << 30, **options)
+        max_more = 1 << 30 if max_steps is None else max_steps - steps
+        serving, log = serve(model, serving, log, steps=max_more, **options)
         # A loop also ends if blocks were refused in spite of the count. The next loop preempts.
-        return serving, log, serving.busy & ((serving.steps > steps) | (serving.refused == 1))
+        goes_on = serving.busy & ((serving.steps > steps) | (serving.refused == 1))
+        return serving, log, goes_on if max_steps is None else goes_on & (serving.steps < max_steps)
 
     serving, log, _ = while_loop(lambda carry: carry[2], turn, (serving, log, jnp.bool_(True)))
     serving, _ = cancel(serving, np.arange(serving.requests.size, dtype=np.int32), generations)

@@ -41,6 +41,7 @@ from kvjax.serving.decode import (
     rows_of,
 )
 from kvjax.serving.options import Scheduler
+from kvjax.serving.park import without_pools
 from kvjax.serving.preempt import Retired, retire, swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
 from kvjax.serving.program_tier import back_up, backup_events
@@ -292,15 +293,11 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
       steps: static; number of steps of the model.
       now: i32[] ms.
     """
-    spec = serving.cache.state.spec
-    state = serving.cache.state
-    groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
-    pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
     # No blocks move between the tiers, and a model with a single token has no alternatives to record.
     scheduler = dataclasses.replace(scheduler, preempt="recompute")
     top = serving.requests.top
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)
-    serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1), host_pools=None)
+    serving = without_pools(serving).replace(requests=requests, onboard_slot=jnp.int32(-1), host_pools=None)
     end = serving.steps + steps
 
     def run(serving: Serving) -> Serving:

@@ -62,24 +62,24 @@ def measured_pass_cost(model: Model, spec: CacheSpec, num_drafts: int, *, rounds
     groups = tuple(dataclasses.replace(group, num_blocks=1, num_host_blocks=0) for group in spec.groups)
     cache = Cache.create(dataclasses.replace(spec, groups=groups))
     size = spec.max_seqs + num_drafts
-    nobody = np.zeros((spec.max_seqs,), np.int32)
+    nobody: Any = np.zeros((spec.max_seqs,), np.int32)
 
     def plain(model: Model, cache: Cache) -> tuple[jax.Array, Cache]:
         logits, pools = forward(model, nobody[:, None], cache.pools, cache.view(nobody, 1), nobody)
         return logits, cache.replace(pools=pools)
 
     def wide(model: Model, cache: Cache) -> tuple[jax.Array, Cache]:
-        tokens = np.zeros((1, size), np.int32)
+        tokens: Any = np.zeros((1, size), np.int32)
         positions: Any = np.arange(size, dtype=np.int32)
         logits, pools = forward(model, tokens, cache.pools, cache.ragged(nobody, size), positions)
         return logits, cache.replace(pools=pools)
 
-    passes: list[Callable[..., Any]] = [jax.jit(each, donate_argnums=1) for each in (plain, wide)]
+    passes: list[Callable[..., Any]] = [jax.jit(run_pass, donate_argnums=1) for run_pass in (plain, wide)]
     seconds: list[list[float]] = [[], []]
     for round_index in range(rounds + 1):
-        for each, took in zip(passes, seconds, strict=True):
+        for run_pass, took in zip(passes, seconds, strict=True):
             begin = time.perf_counter()
-            _, cache = jax.block_until_ready(each(model, cache))
+            _, cache = jax.block_until_ready(run_pass(model, cache))
             if round_index:  # the first round compiles
                 took.append(time.perf_counter() - begin)
     plain_time, wide_time = map(statistics.median, seconds)

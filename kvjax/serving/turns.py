@@ -43,6 +43,9 @@ class Job:
     stage: int = Stage.WAITING  # after the last loop
     fits: bool = True  # whether its prompt fits if it is alone in the cache
     found_tokens: int | None = None  # cached prompt tokens when the prompt was scored; None without a score
+    num_kept: int = 0  # generated tokens that it keeps if a canonical scheduler computes it again
+    kept_state: Any = None  # state of `logits_fn` after these tokens
+    last_state: Any = None  # state of `logits_fn` after all its tokens, when the requests were last parked
 
     @property
     def tokens(self) -> np.ndarray:
@@ -138,6 +141,10 @@ class Slots:
             "sample_of": column(_first_samples(jobs, rows), -1),
             "logits_state": stacked([request.logits_state for request in requests], self.logits_state, num_entries),
         }
+
+    def first_state(self, request: Request) -> Any:
+        """The state of `logits_fn` with which a request begins."""
+        return jax.tree.map(lambda x: x[0], stacked([request.logits_state], self.logits_state, 1))
 
     def _samplings(self, requests: Sequence[Request]) -> Sampling:
         """Stacks the samplings of requests into leaves [R]."""

@@ -11,18 +11,18 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax._arrays import count, fence, loop, pick, put, rank, repeated
+import pallas_kernels
+from kvjax._arrays import count, fence, loop, pick, put, rank, repeated, skip_unless, some
 from kvjax.blocks import holes, windows
-from kvjax.blocks.dedup import Filled, resolve
+from kvjax.blocks.dedup import Dedup, Filled, resolve
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Chunk, Span, write_text
 from kvjax.blocks.tiers import take_over
 from kvjax.checks import flags, integers, on_state
-from kvjax.events.records import COLUMNS, Events, Records, Status
-from kvjax.gpu.choice import fused, serves
+from kvjax.events.records import COLUMNS, Events, Records, Status, no_records
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState
+from kvjax.state import CacheState, EvictionPolicy, Group
 from kvjax.verbs._request import assemble, checked_text, first_failure
 
 
@@ -82,8 +82,7 @@ def commit(
     exists, start, bad = _checked_rows(state, None if seqs is None else rows, tokens, num_tokens)
     end = start + jnp.where(bad, 0, num_tokens)
     chunk = Chunk(rows, start, end, exists & ~bad, text, _exact_rows(spec, exact, rows.shape))
-    has_kernel = serves(state, rows.shape[0], tokens.shape[1])
-    state, stored, updated = fused(write_fused, write, state, chunk, now) if has_kernel else write(state, chunk, now)
+    state, stored, updated = write(state, chunk, now)
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
 
 
@@ -92,7 +91,7 @@ def _exact_rows(spec: CacheSpec, exact: ArrayLike | None, shape: tuple[int, ...]
         return None
     if not spec.sparse:
         raise ValueError("exact: got a value for a cache with sparse=False, wanted None: all its K/V are exact")
-    return jnp.broadcast_to(flags("exact", exact, shape if jnp.ndim(exact) else ()), shape)
+    return flags("exact", exact, shape)
 
 
 def is_refused(state: CacheState, tokens: jax.Array, num_tokens: jax.Array, seqs: jax.Array | None) -> jax.Array:
@@ -115,24 +114,12 @@ def _checked_rows(
     max_tokens = tokens.shape[1]
     steps = np.arange(max_tokens, dtype=np.int32)[None]
     bad = (~exists & (num_tokens > 0)) | (num_tokens < 0) | (num_tokens > jnp.minimum(length - start, max_tokens))
-    bad = bad | jnp.any((steps < num_tokens[:, None]) & (tokens < 0), axis=1)
+    bad = bad | some((steps < num_tokens[:, None]) & (tokens < 0))
     bad = bad | ((num_tokens > 0) & pick(state.seqs.swapped_out, rows))
     return exists, start, bad
 
 
 WriteResult = tuple[CacheState, list[Records], list[Records]]  # the cache; records stored, updated of each group
-
-
-def write_fused(
-    state: CacheState, chunk: Chunk, now: jax.Array, *, spare: int = 0, interpret: bool = False
-) -> WriteResult:
-    """Runs `write` as a single kernel, if `choice.serves` the state. Appends `spare` records of kind NONE."""
-    from kvjax.gpu.commit import fill_rows  # late: to import Triton takes a tenth of a second
-
-    del now  # only retention needs the time
-    num_rows, max_tokens = chunk.text.tokens.shape
-    state, stored = fill_rows(state, chunk, pass_width(num_rows, max_tokens, state.spec.block_size), spare, interpret)
-    return state, [stored], []
 
 
 def write(state: CacheState, chunk: Chunk, now: jax.Array) -> WriteResult:
@@ -193,6 +180,15 @@ def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array
     with a host tier.
     """
     total = filled.row.shape[0]
+    if total <= width and pallas_kernels.lowers_for("cuda"):
+        lists = [no_records(total) for _ in range(len(state.groups) + len(state.spec.host_groups))]
+        groups, lists = skip_unless(
+            lambda: jnp.any(filled.where),
+            lambda carry: _publish_batch(state, carry[0], filled, now, several),
+            (state.groups, lists),
+            scope="usually",
+        )
+        return state.replace(groups=groups), lists[: len(groups)], lists[len(groups) :]
     num_filled = count(filled.where)
     order = jnp.zeros((total + width,), jnp.int32)
     order = put(order, rank(filled.where), jnp.arange(total, dtype=jnp.int32), filled.where)
@@ -200,32 +196,50 @@ def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array
     records = [jnp.zeros((total + width, len(COLUMNS)), jnp.int32)] * num_lists
 
     def step(carry):
-        done, (group, *window_groups), records = carry
+        done, groups, records = carry
         batch = pick(filled, lax.dynamic_slice(order, (done,), (width,)))
         batch = batch._replace(where=done + np.arange(width, dtype=np.int32) < num_filled)
-        blocks, dedup = fence(group.blocks, resolve(group, state.seqs, batch, several=several))
-        group = group.replace(blocks=blocks)
-        group, stored = publish(
-            group, dedup.block, dedup.publish, dedup.key, dedup.parent, batch.column, group.blocks.tokens.shape[1]
-        )
-        group, updated = take_over(group, 0, state.policy, dedup.block, dedup.target, dedup.merge & dedup.first)
-        group = merge(group, state.policy, dedup.block, dedup.target, dedup.merge, dedup.first, now)
-        table = put(group.table, (batch.row, batch.column), dedup.target, dedup.merge)
-        groups = [group.replace(table=table)]
-        new = [stored]
-        moved = [updated]
-        for group_index, window_group in enumerate(window_groups, 1):
-            window_group, stored, updated = windows.follow(window_group, group_index, group.blocks, dedup, batch, now)
-            window_group = windows.mark_passed(window_group, group, dedup, now)
-            groups.append(window_group)
-            new.append(stored)
-            moved.append(updated)
+        groups, lists = _publish_batch(state, groups, batch, now, several)
         records = [
-            lax.dynamic_update_slice(r, n.records, (done, np.int32(0)))
-            for r, n in zip(records, [*new, *(m for m in moved if m.block.size)], strict=True)
+            lax.dynamic_update_slice(r, n.records, (done, np.int32(0))) for r, n in zip(records, lists, strict=True)
         ]
-        return done + width, tuple(groups), records
+        return done + width, groups, records
 
     _, groups, records = loop(lambda carry: carry[0] < num_filled, step, (jnp.int32(0), state.groups, records))
     lists = [Records(r[:total]) for r in records]
     return state.replace(groups=groups), lists[: len(groups)], lists[len(groups) :]
+
+
+def _publish_batch(
+    state: CacheState, groups: tuple[Group, ...], batch: Filled, now: jax.Array, several: bool
+) -> tuple[tuple[Group, ...], list[Records]]:
+    """Publishes or merges the blocks of a pass. Returns the groups, and the lists of `publish_filled` in its order."""
+    (group, *window_groups) = groups
+    blocks, dedup = fence(group.blocks, resolve(group, state.seqs, batch, several=several))
+    group = group.replace(blocks=blocks)
+    group, stored = publish(
+        group, dedup.block, dedup.publish, dedup.key, dedup.parent, batch.column, group.blocks.tokens.shape[1]
+    )
+    group, updated = skip_unless(
+        lambda: jnp.any(dedup.merge),
+        lambda carry: _merge(carry[0], state.policy, batch, dedup, now),
+        (group, no_records(batch.row.size * group.tiered)),
+    )
+    new_groups = [group]
+    new = [stored]
+    moved = [updated]
+    for group_index, window_group in enumerate(window_groups, 1):
+        window_group, stored, updated = windows.follow(window_group, group_index, group.blocks, dedup, batch, now)
+        window_group = windows.mark_passed(window_group, group, dedup, now)
+        new_groups.append(window_group)
+        new.append(stored)
+        moved.append(updated)
+    return tuple(new_groups), [*new, *(m for m in moved if m.block.size)]
+
+
+def _merge(group: Group, policy: EvictionPolicy, batch: Filled, dedup: Dedup, now: jax.Array) -> tuple[Group, Records]:
+    """Gives rows the cached blocks that equal theirs. Also returns records, updated, if the group has a host tier."""
+    group, updated = take_over(group, 0, policy, dedup.block, dedup.target, dedup.merge & dedup.first)
+    group = merge(group, policy, dedup.block, dedup.target, dedup.merge, dedup.first, now)
+    table = put(group.table, (batch.row, batch.column), dedup.target, dedup.merge)
+    return group.replace(table=table), updated

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import Pytree, count, pick, put, rank, repeated, runs
+from kvjax._arrays import Pytree, count, pick, put, rank, repeated, runs, skip_unless
 from kvjax.blocks import windows
 from kvjax.blocks.copy_on_write import settle, unshare
 from kvjax.blocks.publish import forget
@@ -18,9 +18,8 @@ from kvjax.blocks.rows import copy_text, most_columns, table_entry
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
 from kvjax.checks import each_row, integers, most_tokens, on_state, row_mask
-from kvjax.events.records import EventKind, Events, Records, Status, no_records, record
-from kvjax.events.transfer import Transfer, no_moves
-from kvjax.gpu.choice import fused, serves
+from kvjax.events.records import EventKind, Events, Records, Status, record
+from kvjax.events.transfer import Transfer
 from kvjax.policies.retention import apply_retention
 from kvjax.state import CacheState, Sequences
 from kvjax.verbs._request import all_or_nothing, assemble, checked_tiers, first_failure
@@ -87,7 +86,7 @@ def extend(
     full = active & (-(-grown // block_size) > spec.max_blocks_per_seq)
     held = active & metadata.swapped_out
     fine = ~jnp.any(bad | held | full)
-    state, grew = _grown(state, rows, jnp.where(fine, grown, length), max_tokens, now, checked_tiers(tiers))
+    state, grew = grow(state, rows, jnp.where(fine, grown, length), max_tokens, now, checked_tiers(tiers))
     status = first_failure(
         (bad, Status.BAD_REQUEST), (held, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
     )
@@ -122,25 +121,6 @@ class Growth(Pytree):
 def _metadata(state: CacheState, rows: jax.Array | None) -> Sequences:
     """Reads the metadata of rows i32[R]; None means all rows."""
     return state.seqs if rows is None else pick(state.seqs, rows)
-
-
-def _grown(
-    state: CacheState, rows: jax.Array | None, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
-) -> tuple[CacheState, Growth]:
-    """Runs `grow`, as a single kernel if there is one for this cache."""
-
-    def kernel(state: CacheState, grown: jax.Array, now: jax.Array, *, interpret: bool = False):
-        from kvjax.gpu.extend import grow_rows  # late: to import Triton takes a tenth of a second
-
-        del now  # only retention needs the time
-        state, ok, removed, copied, shortfall = grow_rows(state, grown, max_tokens, interpret)
-        return state, Growth(ok, [removed], [copied], shortfall, [no_records()], [no_moves()])
-
-    def plain(state: CacheState, grown: jax.Array, now: jax.Array) -> tuple[CacheState, Growth]:
-        return grow(state, rows, grown, max_tokens, now, tiers)
-
-    served = rows is None and serves(state, state.spec.max_seqs, max_tokens)
-    return fused(kernel, plain, state, grown, now) if served else plain(state, grown, now)
 
 
 def grow(
@@ -209,7 +189,9 @@ def grow(
             )
         )
     ids, old_block, copies, placed = new_blocks[0]
-    group = copy_text(groups[0], ids[:, 0], old_block, copies)
+    group = skip_unless(
+        lambda: jnp.any(copies), lambda group: copy_text(group, ids[:, 0], old_block, copies), groups[0]
+    )
     requested_priority = pick(state.seqs.retention, (seqs[:, None], columns))
     groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, requested_priority, placed))
     shortfall = jnp.where(ok, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import fence, put, runs
+from kvjax._arrays import fence, put, runs, skip_unless
 from kvjax.blocks import windows
 from kvjax.blocks.rows import table_entry
 from kvjax.blocks.tiers import push_empty
 from kvjax.checks import on_state, row_mask, static_int32
 from kvjax.events.records import Events, Status
-from kvjax.gpu.choice import fused, serves
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group
 from kvjax.verbs._request import assemble, first_failure
 
@@ -57,20 +54,7 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
     bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > max_tokens))
     status = first_failure((bad, Status.BAD_REQUEST), (active & seqs.swapped_out, Status.HELD))
     length = jnp.where(active & (status == Status.OK), seqs.committed, seqs.length)
-    return _shortened(state, length, max_tokens), assemble(state, status)
-
-
-def _shortened(state: CacheState, length: jax.Array, max_tokens: int) -> CacheState:
-    """Runs `cut`, as a single kernel if there is one for this cache."""
-
-    def kernel(state: CacheState, length: jax.Array, *, interpret: bool = False) -> CacheState:
-        from kvjax.gpu.trim import trim_rows  # late: to import Triton takes a tenth of a second
-
-        return trim_rows(state, length, interpret)
-
-    plain = functools.partial(cut, max_tokens=max_tokens)
-    has_kernel = serves(state, state.spec.max_seqs, max_tokens)
-    return fused(kernel, plain, state, length) if has_kernel else plain(state, length)
+    return cut(state, length, max_tokens), assemble(state, status)
 
 
 def cut(state: CacheState, length: jax.Array, max_tokens: int) -> CacheState:
@@ -78,11 +62,13 @@ def cut(state: CacheState, length: jax.Array, max_tokens: int) -> CacheState:
     block_size = state.spec.block_size
     columns = runs(-(-length // block_size), -(-max_tokens // block_size))
     beyond = columns * block_size < state.seqs.length[:, None]
-    groups = [
-        _discard(group, windows.policy_of(state, group_index), columns, beyond)
-        for group_index, group in enumerate(state.groups)
-    ]
-    return state.replace(groups=tuple(groups), seqs=state.seqs.replace(length=length))
+    policies = [windows.policy_of(state, group_index) for group_index in range(len(state.groups))]
+    groups = skip_unless(
+        lambda: jnp.any(beyond),
+        lambda groups: tuple(_discard(*each, columns, beyond) for each in zip(groups, policies, strict=True)),
+        state.groups,
+    )
+    return state.replace(groups=groups, seqs=state.seqs.replace(length=length))
 
 
 def _discard(group: Group, policy: EvictionPolicy, columns: jax.Array, where: jax.Array) -> Group:

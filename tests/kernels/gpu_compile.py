@@ -32,16 +32,16 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 import kvjax.stores
 import pallas_kernels
-from kvjax.gpu import lowering_for
 from kvjax.pools.context import Context
 from kvjax.pools.placement import Placement
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 from models.placement import partition_spec
+from pallas_kernels import lowering_for
 from tests.kernels import gpu_sass
 
 TOOLCHAIN = pathlib.Path(__file__).parents[2] / ".gpu-toolchain" / importlib.metadata.version("jaxlib")
-ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, SEQS = 32, 32, 8, 128, 4096, 4, 128
+ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS = 32, 32, 8, 128, 4096, 4
 
 
 def _description(name, major, cores, smem_core, smem_block, bandwidth, memory, l2, clock_ghz, fpus) -> str:
@@ -128,6 +128,11 @@ def rope_append(dtype=None):
     return kernel("rope_append"), (*new, *angles, pool, i32(), i32(256), *scales), (5, *(8 for _ in scales))
 
 
+def moved(name, *args, donate=()):
+    """A move of blocks by Mosaic."""
+    return kernel(name, implementation="mosaic"), (pool_of(), *args), donate
+
+
 def prefill(size=16, width=WIDTH, implementation=None):
     table, rows = i32(ROWS, LENGTH // size), i32(ROWS)
     args = bf16(LENGTH, HEADS, width), pool_of(size, width), i32(), table, rows, rows, rows
@@ -190,19 +195,6 @@ def sharded_step(context: int = 1):
     return step, (model, cache, tokens), donate, (*specs, P())
 
 
-def bookkeeping(num_tokens):
-    """The metadata's part of a block of so many decode steps: extend, and later commit."""
-    spec = kvjax.make_spec(num_blocks=8192, max_seqs=SEQS, max_length=2048)
-
-    def keep(state, active, tokens):
-        state, extended = kvjax.extend(state, active, num_tokens)
-        state, committed = kvjax.commit(state, tokens, jnp.where(active, num_tokens, 0))
-        return state, extended, committed
-
-    active = jax.ShapeDtypeStruct((SEQS,), jnp.bool_)
-    return keep, (jax.eval_shape(lambda: kvjax.init(spec)), active, i32(SEQS, num_tokens)), (0,)
-
-
 def adopt():
     """64 blocks from outside enter a cache with pools of a gigabyte: adopt, bytes, land."""
     layers = [kvjax.LayerSpec(KV_HEADS, WIDTH)] * LAYERS
@@ -257,6 +249,9 @@ CASES = {
     "scatter": lambda: (
         kernel("scatter_blocks"), (pool_of(), bf16(64, *pool_of().shape[1:]), i32(64), i32()), (0,)
     ),
+    "mosaic_copy": lambda: moved("copy_blocks", i32(64), i32(64), i32(), donate=(0,)),
+    "mosaic_gather": lambda: moved("gather_blocks", i32(64)),
+    "mosaic_scatter": lambda: moved("scatter_blocks", bf16(64, *pool_of().shape[1:]), i32(64), i32(), donate=(0,)),
     "latent_decode": functools.partial(latents, "decode_16"),
     "latent_decode_128": functools.partial(latents, "decode_16", 128),
     "latent_decode_int8": functools.partial(latents, "decode_16", dtype=jnp.int8),
@@ -267,8 +262,6 @@ CASES = {
         lambda pool, layer, latent, slots: kernel("append_kv")(pool, layer, latent, None, slots),
         (bf16(*pool_of().shape[:2], 1, 1, 16, 576), i32(), bf16(256, 1, 576), i32(256)), (0,),
     ),
-    "bookkeeping_1": functools.partial(bookkeeping, 1),
-    "bookkeeping_16": functools.partial(bookkeeping, 16),
     "step": whole_step,
     "step_scanned": functools.partial(whole_step, scan=True),
     "step_sharded": sharded_step,
@@ -307,7 +300,7 @@ def account(ptx: pathlib.Path, target: str, sizes: dict[str, tuple[int, int, int
     output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     text, kernels, loops = ptx.read_text(), {}, gpu_sass.loops_of(gpu_sass.disassembled(cubin))
     for name, stack, stores, loads, registers in re.findall(
-        r"function '(\w+(?:_attention|_kv|_append|_blocks|_rows|_tiles)(?:_mosaic_gpu_kernel)?)'.*?"
+        r"function '(\w+(?:_attention|_kv|_append|_blocks|_tiles)(?:_mosaic_gpu_kernel)?)'.*?"
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
         output, re.DOTALL,
     ):  # fmt: skip

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import mosaic, mosaic_attention, tuning
+from pallas_kernels import mosaic, mosaic_attention, tuning, xla
 from tests.kernels import attention
 from tests.kernels.attention import Case, check_decode, check_prefill, options_for
 from tests.kernels.chosen import check_chosen
@@ -74,6 +74,29 @@ def vmap():
     np.testing.assert_array_equal(np.asarray(out, np.float32), wanted.astype(np.float32))
 
 
+def moves():
+    """Copies, gathers and scatters of blocks of several chunks, with more chunks than stages, and with none to move."""
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((9, 1, 2, 1, 16, 192)).astype(np.float32)
+    pool[::2] = np.nan
+    pool = jnp.asarray(pool, jnp.bfloat16)
+    staged = jnp.asarray(rng.standard_normal((4, *pool.shape[1:])), jnp.bfloat16)
+    order = jnp.asarray(rng.permutation(8), jnp.int32)
+    tuning.CHUNK_BYTES = 2048
+    for programs, count in ((2, 4), (3, 2), (3, 0)):
+        tuning.move_programs = lambda programs=programs: programs
+        num_moved = jnp.int32(count)
+        args = {
+            "copy_blocks": (pool, order[:4], order[4:], num_moved),
+            "gather_blocks": (pool, order[:4]),
+            "scatter_blocks": (pool, staged, order[:4], num_moved),
+        }
+        for name, arguments in args.items():
+            got = getattr(mosaic, name)(*arguments, interpret=True)
+            wanted = getattr(xla, name)(*arguments)
+            np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, wanted)))
+
+
 def broken():
     """A loader which does not wait until a stage is free."""
     load, original = mosaic_attention._load, mosaic_attention.plgpu
@@ -93,7 +116,7 @@ CASES |= {
     "chosen_decode": functools.partial(chosen, [1, 1, 1]),
     "chosen_prefill": functools.partial(chosen, [1, 20, 3]),
 }
-CASES |= {"long": long, "vmap": vmap, "broken": broken}
+CASES |= {"moves": moves, "long": long, "vmap": vmap, "broken": broken}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ SLOW = {
     "decode_int8_width_512", "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8",
     "triton_prefill_fp8", "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
     "latent_decode_128", "latent_prefill_128", "latent_prefill_int8", "step", "step_scanned", "step_sharded",
-    "step_context", "bookkeeping_1", "latent_decode_int8",
+    "step_context", "latent_decode_int8",
 }  # fmt: skip
 ALL = [
     pytest.param(target, case, marks=pytest.mark.slow if case in SLOW or target != "h200" else ())
@@ -88,7 +88,7 @@ def test_kernels_stay_within_their_budgets_and_are_emitted_as_expected(target, c
         assert decode["programs"] <= decode["resident"] * gpu_compile.MULTIPROCESSORS[target]
 
 
-@pytest.mark.parametrize("case", ["scatter", pytest.param("adopt", marks=pytest.mark.slow), "bookkeeping_16", *STEPS])
+@pytest.mark.parametrize("case", ["scatter", pytest.param("adopt", marks=pytest.mark.slow), *STEPS])
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0
@@ -101,14 +101,6 @@ def test_a_pool_of_bytes_is_read_in_words_without_a_copy():
     assert result["temporaries"] < 0.01 * result["pool"]
 
 
-@pytest.mark.parametrize("case", ["bookkeeping_16", pytest.param("bookkeeping_1", marks=pytest.mark.slow)])
-def test_bookkeeping_takes_few_kernels_and_never_stops_the_device(case):
-    """In plain jax it takes 140 kernels, and ten loops whose end the host decides."""
-    result = result_of("h200", case)
-    assert set(result["kernels"]) == {"extend_rows", "commit_rows"}
-    assert result["launches"] <= 12 and result["stops"] == 0 and result["large_copies"] == 0
-
-
 @pytest.mark.slow
 def test_a_scanned_step_copies_one_layers_weights_at_most():
     scanned, unrolled = result_of("h200", "step_scanned"), result_of("h200", "step")
@@ -118,11 +110,9 @@ def test_a_scanned_step_copies_one_layers_weights_at_most():
 
 @pytest.mark.parametrize("case", STEPS)
 def test_the_whole_step_is_made_of_the_kernels(case):
-    """Lowering for a GPU with `implementation=None` chooses the kernels, and the step never waits for the host."""
-    assert result_of("h200", case)["stops"] == 0
+    """Lowering for a GPU with `implementation=None` chooses the kernels."""
     assert set(result_of("h200", case)["kernels"]) == {
-        "share_tiles", "decode_attention", "merge_attention", "rope_append", "copy_blocks", "extend_rows",
-        "commit_rows",
+        "share_tiles", "decode_attention", "merge_attention", "rope_append", "copy_blocks",
     }  # fmt: skip
 
 

@@ -40,6 +40,8 @@ def test_programs_stay_within_their_budgets_which_stay_close(name):
     if name in BUFFERED:
         assert sum(counts.get("command_buffers", 0) for counts in parts.values()) == 1
         assert not any(counts["stops"] for counts in parts.values())
+    if name.startswith(("extend", "block")):
+        assert not any(counts.get("large_copies") for counts in parts.values())
     if name.startswith("extend"):
         assert set(parts) == {"all"}
     elif name.startswith("step"):

@@ -13,7 +13,7 @@ from pallas_kernels import mosaic, tuning
 from tests.drive import output_of
 from tests.kernels import simulate_mosaic
 
-QUICK = ["decode_all", "prefill_plain"]
+QUICK = ["decode_all", "prefill_plain", "moves"]
 LONG = ["prefill_all", "long"]
 SLOW = [case for case in simulate_mosaic.CASES if case not in [*QUICK, *LONG, "broken"]]
 

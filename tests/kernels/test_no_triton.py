@@ -52,13 +52,20 @@ def test_generate_gives_the_same_tokens(gone):
 @pytest.mark.slow
 @needs_toolchain
 def test_a_step_compiles_for_a_gpu_with_mosaic_and_plain_xla(gone):
-    (own,) = results_of("tests.kernels.gpu_compile", "h200", "step")
     (result,) = results_of("tests.kernels.gpu_compile", "h200", "step", first=gone)
-    counts = [{name: one[name] for name in ("launches", "stops")} for one in (own, result)]
-    print("a small Llama's decode step with Triton, and without:", *counts)
     assert result["pool_copies"] == 0 and result["aliased"] >= result["pool"]
-    assert result["emitted"] == ["mosaic_gpu_v2"] and set(result["kernels"]) == {"mosaic_decode_attention"}
-    assert result["launches"] <= 134 and result["stops"] <= 9
-    switches = "decode_attention=mosaic,rope_append=xla,copy_blocks=xla,transitions=xla"
+    assert result["emitted"] == ["mosaic_gpu_v2"]
+    assert set(result["kernels"]) == {"mosaic_decode_attention", "mosaic_copy_blocks"}
+    switches = "decode_attention=mosaic,rope_append=xla,copy_blocks=mosaic"
     (switched,) = results_of("tests.kernels.gpu_compile", "h200", "step", KVJAX_KERNELS=switches)
-    assert switched["emitted"] == result["emitted"] and counts[1].items() <= switched.items()
+    assert switched["emitted"] == result["emitted"] and switched["launches"] == result["launches"]
+
+
+@pytest.mark.slow
+@needs_toolchain
+def test_a_step_without_triton_never_stops_for_the_host(gone):
+    (with_it,) = results_of("tests.kernels.gpu_programs", "--json", "layer")
+    (without,) = results_of("tests.kernels.gpu_programs", "--json", "layer", first=gone)
+    for part, counts in without.items():
+        print(f"a layer, {part}: {with_it[part]['kernels']} kernels with Triton, {counts['kernels']} without")
+        assert counts["stops"] == 0

@@ -109,8 +109,9 @@ def write(width=WIDTH, **options):
 def verbs(**options):
     """All verbs but admit, one after the other; extend, commit and trim are also a part of other cases."""
 
-    def run(cache, tokens, seqs, ids):
+    def run(cache, tokens, seqs, ids, flags):
         state = cache.state
+        has_block = flags[: tokens.size // state.spec.block_size]
         row = seqs[0]
         num_tokens = jnp.ones_like(seqs)
         found = kvjax.lookup(state, tokens, tokens[0])
@@ -120,7 +121,7 @@ def verbs(**options):
         state, _ = kvjax.fork(state, row, seqs[1])
         state, _ = kvjax.beam_step(state, seqs[:4], seqs[:4])
         state, _ = kvjax.truncate(state, row, tokens[0])
-        state, _ = kvjax.thin(state, row, ids)
+        state, _ = kvjax.thin(state, row, flags)
         state, _ = kvjax.pin(state, ids)
         state, _ = kvjax.unpin(state, ids)
         for move in (tier_verbs.offload, tier_verbs.onboard):
@@ -129,8 +130,8 @@ def verbs(**options):
         state, _ = tier_verbs.watermark(state, tokens[0], max_blocks=MOVED)
         for swap in (swap_out, swap_in):
             state, _ = swap(state, row)
-        state, adopted = adopt(state, tokens, tokens[0], ids[0])
-        state, _ = finish_adoption(state, adopted.adopted, ids[0] > 0)
+        state, adopted = adopt(state, tokens, tokens[0], has_block)
+        state, _ = finish_adoption(state, adopted.adopted, has_block)
         state, _ = kvjax.release(state, seqs)
         state, _ = kvjax.evict(state, ids)
         state, _ = kvjax.forget_namespaces(state, ids)
@@ -138,7 +139,8 @@ def verbs(**options):
         return cache.replace(state=state, pools=kvjax.apply(cache.pools, extended)), found
 
     cache = cache_of(num_host_blocks=BLOCKS, thinning=True, **options)
-    return run, (cache, i32(256), i32(ROWS), i32(MOVED)), (0,)
+    flags = jax.ShapeDtypeStruct((LENGTH // cache.state.spec.block_size,), jnp.bool_)
+    return run, (cache, i32(256), i32(ROWS), i32(MOVED), flags), (0,)
 
 
 def small_llama(width=WIDTH) -> Any:

@@ -3,7 +3,9 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
+import sys
 import types
 
 import httpx
@@ -22,6 +24,7 @@ from models.prefix_router import Place, Router
 from models.recall import CHECKPOINT
 from models.serve_http import with_request_ids
 from models.tenants import salt_of
+from tests.models.cluster_kit import questions
 from tests.models.serve_kit import DOCUMENT, KEY, PEOPLE, prompt_of, with_template
 from tests.wire_kit import ANY, eventually
 
@@ -462,6 +465,9 @@ REFUSED = {
         "--max-connections: got one with --replicas, but clients connect to Ray's proxies"
     ),
     "--replicas 2 --agent 50051": ("--agent: got port 50051 with --replicas, wanted 0, a free port for each replica"),
+    "--replicas 2 --operator-key a": (
+        "--operator-key: got one with --replicas, but no path of the front changes a single engine"
+    ),
     "--replicas 2 --port 0": "--port: got 0 with --replicas, wanted the port of each machine's proxy",
     "--replicas 0": "--replicas: got '0', wanted an int of at least 1 and at most 1024",
 }
@@ -490,3 +496,45 @@ def test_a_save_of_other_weights_does_not_stop_a_replica(tmp_path, capsys):
     assert refused.startswith("python -m models.serve: --save: model: got 'checkpoint ")
     assert notes[0].startswith(f"--save: {folder} is not loaded: model: got 'checkpoint ")
     assert notes[1].endswith("blocks are saved")
+
+
+def test_batches_are_sorted_and_their_answers_are_not(monkeypatch):
+    """Ray Data is replaced by a loop over the batches, from the last one to the first one."""
+
+    class Dataset:
+        def __init__(self, rows, override_num_blocks):
+            self.rows, self.num_blocks = rows, override_num_blocks
+
+        def map_batches(self, made, *, fn_constructor_args, batch_size, compute):
+            assert compute == 2 and self.num_blocks == -(-len(self.rows) // batch_size)
+            call = made(*fn_constructor_args)
+            blocks = [self.rows[start : start + batch_size] for start in range(0, len(self.rows), batch_size)]
+            for block in reversed(blocks):
+                answered = call({name: [row[name] for row in block] for name in block[0]})
+                for position, row in enumerate(block):
+                    row.update({name: values[position] for name, values in answered.items()})
+            self.rows = [row for block in reversed(blocks) for row in block]
+            return self
+
+        def take_all(self):
+            return self.rows
+
+    data = types.ModuleType("ray.data")
+    data.from_items = Dataset
+    data.ActorPoolStrategy = lambda size: size
+    package = types.ModuleType("ray")
+    package.data = data
+    monkeypatch.setitem(sys.modules, "ray", package)
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    monkeypatch.setattr(kvjax, "enable_compilation_cache", lambda: None)
+    monkeypatch.delitem(sys.modules, "models.ray_batches", raising=False)
+    ray_batches = importlib.import_module("models.ray_batches")
+    pairs = questions(4, 6)
+    texts = [text for text, _ in pairs]
+    sizes = {"num_blocks": 112, "max_seqs": 4, "max_length": 320, "block_size": 8}
+    rows = ray_batches.map_prompts(str(CHECKPOINT), texts, max_new_tokens=2, actors=2, batch_size=6, **sizes)
+    assert [row["prompt"] for row in rows] == texts
+    num_right = sum(row["answer"].split()[0] == place for row, (_, place) in zip(rows, pairs, strict=True))
+    assert num_right >= 23
+    assert sum(row["cached_tokens"] for row in rows) / sum(len(recall.encode(text)) for text in texts) > 0.75
+    del sys.modules["models.ray_batches"]  # it has the loop

@@ -9,24 +9,29 @@ import shutil
 import signal
 import threading
 import time
+import types
 import warnings
 
 import httpx
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 
 from models import recall
 from models.recall import CHECKPOINT
 from tests.drive import ROOT
-from tests.models.cluster_kit import KEY, SIZES, Running, free_port, hit_rate, processes, questions, wait_for
+from tests.models.cluster_kit import KEY, PATIENCE, SIZES, Running, free_port, hit_rate, processes, questions, wait_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     ray = pytest.importorskip("ray", reason="needs ray: make test-cluster")
     from ray import serve as ray_serve
     from ray.cluster_utils import Cluster
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
 
-    from models import cluster
+    from models import cluster, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PAGE = ROOT / "docs/howto/cluster.md"
@@ -57,8 +62,16 @@ class Served(Running):
         ray_serve.start(http_options={"host": "127.0.0.1", "port": self.port}, proxy_location="HeadOnly")
 
     def run(self, replicas, checkpoint=CHECKPOINT):
-        options = {**SIZES, "checkpoint": str(checkpoint), "replicas": replicas}
-        ray_serve.run(cluster.application(options), name="kvjax", route_prefix="/")
+        """Deploys a config as `serve deploy` does, and waits."""
+        app = {
+            "name": "kvjax",
+            "route_prefix": "/",
+            "import_path": "models.cluster:application",
+            "args": {**SIZES, "checkpoint": str(checkpoint), "replicas": 1},
+            "deployments": [{"name": "replica", "num_replicas": replicas}],
+        }
+        schema = ServeDeploySchema.model_validate({"applications": [app]})
+        _get_global_client().deploy_apps(schema, _blocking=True)
 
 
 class Load:
@@ -128,15 +141,14 @@ def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(local_ray, tmp
 
 
 def test_batches_of_ray_data_keep_their_order_and_survive_an_actor(local_ray):
-    (code,) = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    names = {"__name__": "page"}
-    exec(code, names)
+    from models.ray_batches import map_prompts
+
     pairs = questions(12, 20)
     sizes = {"num_blocks": 112, "max_seqs": 4, "max_length": 320, "block_size": 8}
     killed = list[int]()
 
     def kill():
-        wait_for(lambda: len(processes(b"ray::MapWorker")) == 2)
+        wait_for(lambda: len(processes(b"ray::MapWorker")) == 2, PATIENCE)
         time.sleep(8)
         killed.extend(processes(b"ray::MapWorker")[:1])
         os.kill(killed[0], signal.SIGKILL)
@@ -145,11 +157,11 @@ def test_batches_of_ray_data_keep_their_order_and_survive_an_actor(local_ray):
     thread = threading.Thread(target=kill)
     thread.start()
     start = time.monotonic()
-    rows = names["answers"](str(CHECKPOINT), texts, actors=2, batch_size=20, **sizes)
+    rows = map_prompts(str(CHECKPOINT), texts, max_new_tokens=2, actors=2, batch_size=20, **sizes)
     thread.join()
     assert [row["prompt"] for row in rows] == texts
     num_right = sum(row["answer"].split()[0] == place for row, (_, place) in zip(rows, pairs, strict=True))
-    num_cached = sum(row["cached"] for row in rows) / sum(len(recall.encode(text)) for text in texts)
+    num_cached = sum(row["cached_tokens"] for row in rows) / sum(len(recall.encode(text)) for text in texts)
     print(f"ray.data: {time.monotonic() - start:.1f} s, cached {num_cached:.3f}, right {num_right} of {len(pairs)}")
     assert killed and num_right >= 0.97 * len(pairs) and num_cached > 0.85
 
@@ -184,3 +196,63 @@ def parent_of(process):
     """The id of a process's parent."""
     text = pathlib.Path(f"/proc/{process}/status").read_text()
     return int(re.search(r"^PPid:\t(\d+)$", text, re.M)[1])
+
+
+# Parts which need Ray's package, and no running Ray.
+
+
+def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE", 0.1)
+    hanging = threading.Event()
+
+    class Engine:
+        @property
+        def state(self):
+            hanging.wait(60)
+
+    replica = types.SimpleNamespace(_server=types.SimpleNamespace(engine=Engine()))
+
+    async def check():
+        try:
+            await cluster.Replica.check_health(replica)
+        finally:
+            hanging.set()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(check())
+    asyncio.run(cluster.Replica.check_health(replica))
+
+
+def test_the_config_of_the_page_makes_an_application(tmp_path):
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    (config,) = yaml.safe_load(text)["applications"]
+    assert config["import_path"] == "models.cluster:application"
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    options = {**config["args"], "checkpoint": str(CHECKPOINT), "api-keys": str(keys)}
+    made = call_user_app_builder_with_args_if_necessary(cluster.application, options)
+    front = made._bound_deployment
+    replicas, args = front.init_args
+    assert (front.name, replicas._bound_deployment.name) == ("front", "replica")
+    assert args.api_key == ["one", "two"] and args.api_keys is None and args.budget == 60 << 30
+    assert replicas._bound_deployment.num_replicas == 4
+    assert {one["name"] for one in config["deployments"]} <= {"front", "replica"}
+    for wrong, message in (({"rows": 0}, "--rows: got '0'"), ({"publish": "tcp://*:1"}, "--publish: got one with")):
+        with pytest.raises(ValueError, match=message):
+            cluster.application({**options, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("Traceback\n  raise\nmodels.cluster.StartError: --rows: too many\nThe end", "--rows: too many"),
+        ("Traceback\n  raise\nMemoryError: no memory\n", "the replicas do not start: MemoryError: no memory"),
+    ],
+)
+def test_the_reason_of_a_failed_start_is_the_line_of_the_command(message, line, monkeypatch, capsys):
+    deployments = {"replica": types.SimpleNamespace(message=message)}
+    made = types.SimpleNamespace(applications={"kvjax": types.SimpleNamespace(deployments=deployments)})
+    monkeypatch.setattr(cluster.ray_serve, "status", lambda: made)
+    with pytest.raises(SystemExit), cluster._one_line(commands.Parser("serve", None)):
+        raise RuntimeError("Deploying application kvjax failed: Failed to update the deployments ['replica'].")
+    assert capsys.readouterr().err == f"python -m models.serve: {line}\n"

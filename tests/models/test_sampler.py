@@ -127,3 +127,16 @@ def test_bad_sizes(name):
 def test_too_few_blocks():
     with pytest.raises(RuntimeError, match="num_blocks: got 1, wanted more: 1 of 1 completions ended with NO_BLOCKS"):
         make_sampler(num_blocks=1).sample(MODEL, [A], WIDTH, Options(MOST, temperature=0))
+
+
+@pytest.mark.slow
+def test_a_sampler_that_sleeps_frees_its_memory_and_compiles_nothing():
+    sampler, greedy = make_sampler(), Options(MOST, temperature=0)
+    for _ in range(2):
+        found = sampler.sample(MODEL, [A, A, B, B], WIDTH, greedy)
+        assert [one.tolist() for one in found.tokens] == [chosen(prompt) for prompt in (A, A, B, B)]
+        assert found.cached[0] == 0
+        pools = jax.tree.leaves(sampler.cache.pools)
+        sampler.sleep()
+        assert sampler.cache is None and all(array.is_deleted() for array in pools)
+    assert sampler.programs.sample._cache_size() == 1

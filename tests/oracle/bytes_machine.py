@@ -35,7 +35,6 @@ import numpy as np
 import kvjax
 from kvjax import Cache, CacheSpec, Status
 from kvjax._arrays import Pytree
-from kvjax.gpu import choice
 from kvjax.policies import lfu, priority
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
@@ -46,6 +45,7 @@ from kvjax.testing.expected import MAX_TOKENS
 from kvjax.testing.requests import Draws
 from kvjax.testing.trial import verify_order
 from kvjax.tiers import FailedTransfer, TieredCache
+from pallas_kernels import lowering_for
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, head_shape, token_rows
 from pallas_kernels.loops import scan, varying
 from tests import cases, drive
@@ -328,11 +328,11 @@ def block_of_steps(
     return cache, committed, trimmed
 
 
-def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the kernels of `kvjax/gpu` where they serve, in Pallas's interpreter."""
+def for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in its form for a GPU, on the device of this process."""
 
     def call(*args, **kwargs):
-        with choice.interpreted():
+        with lowering_for("cuda"):
             return function(*args, **kwargs)
 
     return call
@@ -352,12 +352,12 @@ def _rollout(*args: Any, **options: Any) -> Any:
 
 
 @functools.cache
-def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
+def programs(lowered: bool = False) -> dict[str, Callable[..., Any]]:
     """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit". Verbs donate it."""
 
     def jit(function, name=None):
         static = draws.static(function) if name else ()
-        function = with_kernels(function) if kernels else function
+        function = for_gpu(function) if lowered else function
         return jax.jit(function, donate_argnums=() if name in READERS else 0, static_argnames=static)
 
     found = {name: jit(verb, name) for name, verb in draws.verbs("state").items()}
@@ -391,7 +391,7 @@ class Config:
       heads: kv heads. If there are several, a mesh of as many devices divides them.
       context: devices which divide blocks.
       generate: whether `generate` is among the requests.
-      kernels: whether the transitions of a decode step are interpreted kernels.
+      lowered: whether the verbs have their form for a GPU.
       verbs: the verbs to call, or None for all. "loop admit" is an admit inside a loop, "wide extend" an extend between
         loops. Fewer take less time to compile.
       policy: the policy of eviction. None means `lru`.
@@ -410,7 +410,7 @@ class Config:
     heads: int = 1
     context: int = 1
     generate: bool = True
-    kernels: bool = False
+    lowered: bool = False
     verbs: tuple[str, ...] | None = None
     policy: EvictionPolicy | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -517,7 +517,7 @@ class Life:
         self.tally: collections.Counter[str] = collections.Counter()
         self.arguments: set[draws.Argument] = set()
         self.time = 2**31 - 20
-        self.programs = programs(config.kernels)
+        self.programs = programs(config.lowered)
         self.leave = {"max_removed": LEAVE} if config.every else {}
         self.begin()
 
@@ -1284,7 +1284,7 @@ class Life:
             if self.has_host:  # rows are swapped out where blocks run out
                 run, options = drive.run_batch, Scheduler(reserve="num_tokens", preempt="swap", **how)
                 how = {"scheduler": options, "priority": request["priorities"]}
-            run = with_kernels(run) if self.config.kernels else run
+            run = for_gpu(run) if self.config.lowered else run
             outputs, cache, events = run(
                 Chain(roots, self.config.layers), cache, prompts, max_new_tokens=request["most"],
                 namespace=spaces, steps=4, reuse="any", **how,
@@ -1489,7 +1489,7 @@ class Requests(Draws):
             "backup": between and life.spec.backups and life.mirror.nodes,
             "swap_out": between and used, "swap_in": between and len(life.rows) > len(used), "complete": life.flying,
             "generate": generates,
-            **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.kernels),
+            **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.lowered),
             "adopt": True, "misuse": True, "reserve": len(life.adoptions) < 2, "deliver": life.adoptions,
             "finish_adoption": life.adoptions
             and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
@@ -1686,8 +1686,8 @@ CONFIGS = {
     ),
     "sparse, windows, host": Config((FULL, (6, 1)), host=5, options={"sparse": True}),
     "extra ids": Config(options={"extra_ids": True}),
-    "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
-    "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
+    "fast lowered": Config(lowered=True, generate=False, verbs=FAST),
+    "lowered, extra ids": Config(lowered=True, options={"extra_ids": True}),
     "rollouts": Config(
         verbs=("admit", "commit", "release", "update", "forget_namespaces", "pin", "unpin", "rollout", "score")
     ),

@@ -66,6 +66,7 @@ from tests.oracle.bytes_machine import (
     retention_of,
     score_of,
 )
+from tests.oracle.engine_changes import Changing, Spaces, draw_change, note_spaces
 from tests.serving_kit import Calls
 
 SALTS, WAITING, STEPS = 6, 7, 4  # salts of a history; requests that may wait; steps of a batch's loop
@@ -137,6 +138,9 @@ class Sent:
     sample: int
     turns: int = 0
     is_cancelled: bool = False
+    spaces: dict[int, int] = dataclasses.field(default_factory=dict)  # its namespace under each version
+    is_scored: bool = False  # whether its prompt is scored
+    scored_in: int = 0  # the namespace in which it was scored
 
 
 def under(grammar: Grammar, answer: Sequence[int], likeliest: int, token: int) -> tuple[float, int]:
@@ -146,7 +150,7 @@ def under(grammar: Grammar, answer: Sequence[int], likeliest: int, token: int) -
     return float(logits[token] - np.log(np.sum(np.exp(logits)))), int(np.argmax(logits))
 
 
-class Served(Life):
+class Served(Changing, Life):
     """A cache for verbs, batches and engines in turn.
 
     Attributes:
@@ -170,10 +174,12 @@ class Served(Life):
         self.names, self.store = kvjax.Namespaces(), None
         for number in range(VERSIONS * TENANTS):
             self.names(f"tenant {number}")
-        self.numbers: dict[str, int] = {}  # of the salts, the last that was lent
+        self.numbers: dict[Any, int] = {}  # of the salts and weights, the last that was lent
+        self.tenant_of: list[Any] = [(0, None)] * VOCAB  # the namespace or the salt of each first token
         self.answers: dict[Any, list[int]] = {}  # by all that they depend on
         self.requests: list[Sent] = []
         self.space_of, self.others = [0] * VOCAB, dict[int, Row]()
+        self.change, self.updates = None, 0
         self.grammars, self.constraints = list[Grammar](), None
         self.bound = weakref.WeakKeyDictionary[kvjax.serving.Request, Grammar]()
         if config.grammars:
@@ -240,11 +246,13 @@ class Served(Life):
                 job = driver.active[slot]
                 text = tuple(requests.text[requests.start[slot] :][: requests.num_tokens[slot]].tolist())
                 begins = (*job.tokens.tolist(), *job.output.tokens)
-                assert text[: len(begins)] == begins, f"slot {slot} has {text}, wanted {begins}"
+                is_canonical = self.config.scheduler.canonical  # it may make its last tokens again
+                assert is_canonical or len(text) >= len(begins), f"slot {slot} has {text}, wanted {begins}"
+                assert text[: len(begins)] == begins[: len(text)], f"slot {slot} has {text}, wanted {begins}"
                 assert requests.namespace[slot] == job.namespace, f"slot {slot} has another namespace than {job}"
                 if seqs.length[seq]:
                     items, swapped = text[: seqs.committed[seq]], bool(seqs.swapped_out[seq])
-                    self.rows[seq] = Row(job.namespace, items, items, swapped)
+                    self.rows[seq] = Row(self.space_in(seq, job), items, items, swapped)
 
     # Batches.
 
@@ -357,25 +365,35 @@ class Served(Life):
             states.append(np.int32(NONE) if grammar is None else self.constraints.state(grammar))
         return tuple(states) if len(states) > 1 else states[0] if states else None
 
-    def check(self, request: Any, space: int, output: Any, sample: int) -> None:
-        """Requires each token to be the model's after the text before it, by its probability, and a right end."""
+    def check(self, request: Any, spaces: Any, output: Any, sample: int) -> None:
+        """Requires each token to be the model's after the text before it, by its probability, and a right end.
+
+        `spaces` is the namespace of the prompt, or the `Spaces` of the output.
+        """
+        spaces = spaces if isinstance(spaces, Spaces) else Spaces({0: spaces}, output, spaces)
+        space = spaces.first
         path, new, stop = tuple(request.prompt.tolist()), output.tokens, request.stop_tokens.tolist()
         prompt = path
         grammar = self.bound.get(request)
         options = [leaf.tobytes() for leaf in jax.tree.leaves((request.sampling, request.logits_state))]
-        wanted = self.answers.setdefault((space, path, *options, request.seed + sample, grammar), [])
-        same = min(len(wanted), len(new))
-        assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
-        wanted += new[same:]
-        for token, logprob in zip(new, output.logprobs, strict=True):
-            penalties = None
-            if self.config.penalties:
-                penalties = request.logits_state[0] if self.config.grammars else request.logits_state
-            logits = penalized(path, len(prompt), name_of(space, path) % VOCAB, penalties)
-            if grammar is not None:
-                logits = np.where(grammar.allowed(path[len(prompt) :], VOCAB), logits, -np.inf)
-            score = logits[token] - np.log(np.sum(np.exp(logits)))
-            assert abs(logprob - score) < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
+        if spaces.is_single:
+            wanted = self.answers.setdefault((space, path, *options, request.seed + sample, grammar), [])
+            same = min(len(wanted), len(new))
+            assert wanted[:same] == new[:same], f"{request} has {new} after {wanted}"
+            wanted += new[same:]
+        penalties = None
+        if self.config.penalties:
+            penalties = request.logits_state[0] if self.config.grammars else request.logits_state
+        for at, (token, logprob) in enumerate(zip(new, output.logprobs, strict=True)):
+            found = []
+            for space in spaces.of_token(at):
+                logits = penalized(path, len(prompt), name_of(space, path) % VOCAB, penalties)
+                if grammar is not None:
+                    logits = np.where(grammar.allowed(path[len(prompt) :], VOCAB), logits, -np.inf)
+                score = logits[token] - np.log(np.sum(np.exp(logits)))
+                found.append((abs(logprob - score), space, score, logits))
+            error, space, score, logits = min(found, key=lambda one: one[0])
+            assert error < 1e-4, f"{token} after {path} of {space} has {logprob}, wanted {score}"
             if request.sampling is None:
                 assert token == np.argmax(logits), f"{request} has {new}"
             elif request.has_min_p:
@@ -386,7 +404,7 @@ class Served(Life):
             assert grammar.accepts(output), f"{request} has {output}"
             self.tally[f"under a grammar {output.finish}"] += 1
             self.tally["under a grammar preempted"] += output.preemptions
-        self.check_scores(request, space, output)
+        self.check_scores(request, spaces.of_scores, output)
         self.tally["generated"] += len(new)
         self.tally["accepted drafts"] += output.accepted_tokens
         self.tally["rejected drafts"] += output.drafted_tokens - output.accepted_tokens
@@ -458,6 +476,7 @@ class Served(Life):
                 else:
                     one.handle.cancel()
         self._await_reads(thread)
+        self.begin_change(request.get("change"))
         self.arm(request["breaks"])
         with warnings.catch_warnings(record=True) as failed:
             warnings.simplefilter("always")
@@ -471,6 +490,7 @@ class Served(Life):
         self.tally["turns of engines"] += 1
         self.tally["failed in a turn"] += len(failed)
         self.published = self.mirror
+        self.end_change()
         self.take(thread.driver, {})
         if not self.standing.is_behind:
             assert self.away.mirror.index == self.published.index, "a listener has another index"
@@ -500,7 +520,9 @@ class Served(Life):
             if one.handle.error is not None:
                 assert isinstance(one.handle.error, EngineError), one.handle.error
                 assert isinstance(one.handle.error.__cause__, Broken), one.handle.error.__cause__
-            self.check(one.request, one.handle.job.namespace, one.handle.output, one.sample)
+            note_spaces(one, thread.version)
+            spaces = Spaces(one.spaces, one.handle.output, one.scored_in)
+            self.check(one.request, spaces, one.handle.output, one.sample)
             assert one.turns < 5 or one.handle.done, f"{one.request} was cancelled and goes on"
             assert one.is_cancelled or one.handle.output.finish != "cancelled", f"nobody cancelled {one.request}"
         self.requests = [one for one in self.requests if not one.handle.done]
@@ -517,10 +539,11 @@ class Served(Life):
             begun = [job for job in jobs if job.tokens[0] == prompt[0]]
             salt = f"salt {ask['salt']}" if self.config.salts else None
             if begun and salt is not None:
-                salt = next(salt for salt, number in self.numbers.items() if number == begun[0].namespace)
+                salt = begun[0].salt
             elif not begun and salt is None:
-                self.space_of[prompt[0]] = ask["space"]
-        request = self.described(ask, **({"namespace": 0} if salt or is_bad else {}))
+                self.tenant_of[prompt[0]] = ask["space"], None
+        space = 0 if salt or is_bad else self.tenant_of[prompt[0]][0]
+        request = self.described(ask, namespace=space)
         full = len(engine._inbox.queue) + request.samples > WAITING
         try:
             handle = engine.submit(request, salt=salt, timeout=None if ask["timeout"] else 1e6)
@@ -536,13 +559,15 @@ class Served(Life):
         assert not full and not is_bad
         if salt is not None:
             self._note_salt(salt, handle.job.namespace)
-            self.space_of[prompt[0]] = handle.job.namespace
-        thread._model = thread.driver._model = self.model
+            self.tenant_of[prompt[0]] = 0, salt
+        self.space_of[prompt[0]] = handle.job.namespace
+        thread.model = thread.driver._model = self.model
         thread.driver._options = dataclasses.replace(thread.driver._options, drafter=self.drafter)
         self.requests += [Sent(request, one, sample) for sample, one in enumerate(handle.samples)]
 
     def _note_salt(self, salt: str, number: int) -> None:
         """Requires the same number for a salt, unless nothing has its earlier number any more."""
+        salt = salt, self.engine._inbox.weights
         before = self.numbers.get(salt, number)
         used = {node[0] for node in self.mirror.nodes.values()}
         assert before == number or before not in used, f"{salt} has number {number}, and blocks have {before}"
@@ -555,7 +580,7 @@ class Served(Life):
         if self.engine is None:
             return
         self.mirror, self.away.is_away = self.published, False
-        thread, self.engine = self.engine._thread, None
+        thread, self.engine, self.change = self.engine._thread, None, None
         self.give(thread.driver)
         thread._end()
         self.rows = {}
@@ -674,8 +699,8 @@ class Asks(bytes_machine.Requests):
     def __init__(self, seed: int, config: Serves):
         super().__init__(seed, config)
         # Apart, so that a seed's other requests stay as they are.
-        self.of_scores, self.of_penalties, self.of_grammars = (
-            np.random.default_rng((seed, number)) for number in (2, 3, 4)
+        self.of_scores, self.of_penalties, self.of_grammars, self.of_changes = (
+            np.random.default_rng((seed, number)) for number in (2, 3, 4, 5)
         )
 
     def ask(self) -> dict[str, Any]:
@@ -732,6 +757,7 @@ class Asks(bytes_machine.Requests):
             "away": self.chance(0.2), "retry": self.chance(0.5), "breaks": self.breaks(0.02), "poison": True,
             "fault": self.number(4) if life.has_host and self.chance(0.3) else None,
             "grammar": self.of_grammars.integers(100, size=2).tolist() if self.of_grammars.random() < 0.1 else None,
+            "change": draw_change(self.of_changes, life.engine._thread.is_asleep),
         }  # fmt: skip
 
 
@@ -742,6 +768,7 @@ CONFIGS = {
     "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, grammars=True),
     "store": Serves(salts=True, store=True, limits={"steps": 8}),
     "host, store": Serves(host=6, store=True, scheduler=SHORT),
+    "canonical": Serves(scheduler=dataclasses.replace(AMPLE, canonical=True), penalties=True, grammars=True),
     "windows, int8": Serves(
         (FULL, (6, 1)), dtype="int8", policy=priority(), options={"retention": True}, limits={"num_ranges": 2}
     ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine with `extend` and `commit` as kernels. They must agree with the oracle, and with plain jax in every bit.
+"""The machine with `extend`, `commit` and `trim` in their form for a GPU. They must agree with the oracle.
 
-A kernel serves calls for all rows with at most a block of tokens. Other calls of the machine do not change.
+They must also equal the form for a CPU in every bit.
 """
 
 import numpy as np
@@ -9,10 +9,10 @@ import pytest
 from hypothesis.stateful import initialize
 
 from tests.oracle.machine import SIZE, CacheMachine, num_blocks
-from tests.unit.gpu.histories import FUSED, Both
+from tests.unit.gpu.histories import LOWERED, Both
 
 
-class KernelsMachine(CacheMachine):
+class LoweredMachine(CacheMachine):
     """The same requests, no wider than necessary, run by both versions."""
 
     config = "plain"
@@ -23,7 +23,7 @@ class KernelsMachine(CacheMachine):
         self.verbs = Both(seed=blocks)
 
     def both(self, verb, wanted, *args, **kwargs):
-        if verb not in FUSED or "seqs" in kwargs or not self.narrow(verb, args):
+        if verb not in LOWERED or "seqs" in kwargs or not self.narrow(verb, args):
             return super().both(verb, wanted, *args, **kwargs)
         if verb == "commit":
             tokens, counts = args
@@ -39,11 +39,11 @@ class KernelsMachine(CacheMachine):
         return len(args) < 2 or bool(np.all(np.asarray(args[1]) <= SIZE))
 
 
-class ExtraIdsMachine(KernelsMachine):
+class ExtraIdsMachine(LoweredMachine):
     """The machine with an extra id for each token."""
 
     config = "extra ids"
 
 
-TestKernels = pytest.mark.slow(KernelsMachine.TestCase)
+TestLowered = pytest.mark.slow(LoweredMachine.TestCase)
 TestExtraIds = pytest.mark.slow(ExtraIdsMachine.TestCase)

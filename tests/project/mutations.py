@@ -336,9 +336,30 @@ MISTAKES = [
     Mistake(
         "salts are given back while requests have them",
         "kvjax/serving/engine_thread.py",
-        "self._inbox.give_back(cached | {job.namespace for job in jobs})",
-        "self._inbox.give_back(cached)",
+        "self.inbox.give_back(cached | {job.namespace for job in jobs})",
+        "self.inbox.give_back(cached)",
         "tests/unit/serving/test_live_engine.py",
+    ),
+    Mistake(
+        "rows that go on over old K/V publish their blocks",
+        "kvjax/serving/park.py",
+        "doomed = descendants(group.blocks, is_in_row & (group.blocks.fill > 0))",
+        "doomed = descendants(group.blocks, is_in_row & (group.blocks.fill < 0))",
+        "tests/unit/serving/test_park.py",
+    ),
+    Mistake(
+        "a parked canonical request keeps tokens whose K/V another program computes",
+        "kvjax/serving/park.py",
+        "if kept is None and scheduler.canonical:",
+        "if kept is None and scheduler is None:",
+        "tests/unit/serving/test_park.py",
+    ),
+    Mistake(
+        "new weights find K/V of old weights",
+        "kvjax/serving/changes.py",
+        "namespace[slot] = thread.space_of(job, change.weights)",
+        "namespace[slot] = thread.space_of(job, thread.inbox.weights)",
+        "tests/unit/serving/test_park.py",
     ),
     Mistake(
         "top-k leaves a token too many",

@@ -36,7 +36,7 @@ NAMES = [name for group in pages.GROUPS.values() for name in group if name != "g
 ANY = {
     "recompiles", "bubble", "ttft_steps", "preemptions", "unused", "http_answers", "stall",
     "in_turn", "_loops", "_scatters", "_fusions", "_distinct", "logits_differ", "more_temporaries",
-    "_drafted", "_accepted",
+    "_drafted", "_accepted", "_pass_cost",
 }  # fmt: skip
 LEFT_OUT = {"over_transformers", "serve_", "first_", "rewrite_", "extract_", "code_", "chat_", "recall_8"}
 

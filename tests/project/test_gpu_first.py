@@ -140,16 +140,16 @@ def test_when_the_time_is_over_the_rest_is_left(tmp_path):
 
 
 def test_what_failed_is_served_by_others():
-    failed = {f"check {name}" for name in ("decode_attention mosaic", "append_kv triton", "transitions fused")}
-    wanted = {"decode_attention": "triton", "append_kv": "xla", "transitions": "xla"}
+    failed = {f"check {name}" for name in ("decode_attention mosaic", "append_kv triton", "transitions xla")}
+    wanted = {"decode_attention": "triton", "append_kv": "xla"}
     assert gpu_first.switches(failed) == wanted
     failed |= {"check decode_attention triton", "check prefill_attention triton"}
     assert gpu_first.switches(failed) == wanted | {"decode_attention": "xla", "prefill_attention": "xla"}
 
 
 def test_a_switch_that_names_nothing_is_refused():
-    assert switched("") == {} and switched("transitions=xla,append_kv=triton") == {
-        "transitions": "xla", "append_kv": "triton",
+    assert switched("") == {} and switched("copy_blocks=mosaic,append_kv=triton") == {
+        "copy_blocks": "mosaic", "append_kv": "triton",
     }  # fmt: skip
     for text in ("decode=xla", "append_kv=mosaic", "append_kv"):
         with pytest.raises(

@@ -19,7 +19,7 @@ HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
     "_files", "_arrays", "_compile", "_pictures", "layers", "spec", "state", "checks", "events", "policies", "blocks",
-    "gpu", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "stores", "grammar",
+    "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "stores", "grammar",
     "serving", "testing", "tiers", "interop", "research", "__init__",
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import LayerSpec
-from kvjax.gpu import lowering_for
+from pallas_kernels import lowering_for
 from tests import cases, drive
 from tests.cases import OPTIONS, ROWS, SPECS, TEXT
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels against plain jax, bit by bit, over histories that reach every part of them."""
+"""The form of the verbs for a GPU against that for a CPU, bit by bit, over histories that reach every part of it."""
 
 import chex
 import jax
@@ -10,12 +10,11 @@ import kvjax
 from kvjax._arrays import mix
 from kvjax.blocks import dedup
 from kvjax.events.records import COLUMNS
-from kvjax.gpu import choice
-from kvjax.gpu import dedup as gpu_dedup
 from kvjax.serving.decode import append_events
+from pallas_kernels import lowering_for
 from tests import drive
 from tests.drive import EXTRA, PLAIN
-from tests.unit.gpu.histories import Both, History, interpreted
+from tests.unit.gpu.histories import Both, History, lowered
 
 REACHED = {
     "extend: OK", "extend: NO_BLOCKS", "extend: BAD_REQUEST", "extend: removed", "extend: copied", "squeezed",
@@ -37,7 +36,7 @@ def spec_of(num_blocks, max_seqs, columns, size, **options):
     [pytest.param(PLAIN, 5, marks=pytest.mark.long), pytest.param(EXTRA, 5, marks=pytest.mark.slow)],
     ids=["plain", "extra ids"],
 )
-def test_kernels_are_equal_to_plain_jax(spec, seed):
+def test_both_forms_are_equal(spec, seed):
     reached = History(spec, seed, num_blocks=9).run(250)
     assert reached.keys() >= REACHED, REACHED - reached.keys()
 
@@ -52,7 +51,7 @@ SHAPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_kernels_are_equal_to_plain_jax_in_other_shapes(name):
+def test_both_forms_are_equal_in_other_shapes(name):
     spec, most = SHAPES[name]
     reached = History(spec, 1, most=most).run(200)
     assert reached.keys() >= OFTEN, OFTEN - reached.keys()
@@ -65,7 +64,7 @@ def functions(name):
 
 @pytest.fixture
 def no_programs():
-    """Clears jax's caches, because kernels are jitted themselves, and so cached."""
+    """Clears jax's caches of what is jitted inside."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -75,7 +74,7 @@ def no_programs():
 @pytest.mark.parametrize("mask", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_crowded_buckets(mask, monkeypatch, no_programs):
     monkeypatch.setattr("kvjax.blocks.index.mix", lambda x: mix(x) & np.uint32(mask))
-    verbs = Both(0, drive.Verbs(interpreted), drive.Verbs(functions))
+    verbs = Both(0, drive.Verbs(lowered), drive.Verbs(functions))
     reached = History(PLAIN, 3, verbs=verbs).run(150)
     assert reached.keys() >= OFTEN, OFTEN - reached.keys()
 
@@ -83,13 +82,12 @@ def test_crowded_buckets(mask, monkeypatch, no_programs):
 @pytest.fixture
 def colliding(monkeypatch, no_programs):
     """A function that masks the bits of keys, and makes verbs with such keys."""
-    plain_keys, kernel_keys = dedup.prefix_keys, gpu_dedup.key_of
+    plain_keys = dedup.prefix_keys
 
     def verbs(mask):
         for module in ("kvjax.blocks.dedup", "kvjax.blocks.match", "kvjax.verbs.release"):
             monkeypatch.setattr(f"{module}.prefix_keys", lambda *args: plain_keys(*args) & np.uint32(mask))
-        monkeypatch.setattr(gpu_dedup, "key_of", lambda *args: [key & np.uint32(mask) for key in kernel_keys(*args)])
-        return Both(0, drive.Verbs(interpreted), drive.Verbs(functions))
+        return Both(0, drive.Verbs(lowered), drive.Verbs(functions))
 
     return verbs
 
@@ -143,10 +141,10 @@ def test_logs_are_equal(extra_ids):
     _, empty = kvjax.release(kvjax.init(EXTRA if extra_ids else PLAIN), 0)
     for _ in range(4):
         both = [events_of(empty, rng, size, log) for size in (5, 1)]
-        with choice.interpreted():
-            kernel = append_events(log, *both)
+        with lowering_for("cuda"):
+            on_gpu = append_events(log, *both)
         log = kvjax.events.append(log, *both)
-        chex.assert_trees_all_equal(kernel, log)
+        chex.assert_trees_all_equal(on_gpu, log)
     assert int(log.num_free) == 0
 
 

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import kvjax
-from kvjax.gpu import lowering_for
 from kvjax.pools import apply, attend, init_pools, rope_write, write
+from pallas_kernels import lowering_for
 from tests.poison import poisoned
 from tests.unit.pools.hand_made import (
     SIZES,

@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax.events.transfer import Transfer
-from kvjax.gpu import lowering_for
 from kvjax.pools import host as host_pool
 from kvjax.pools.device import init_pools
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
+from pallas_kernels import lowering_for
 from tests.kernels.toolchain import needs_toolchain, results_of
 from tests.mesh import collectives, mesh_of
 

@@ -10,7 +10,8 @@ import kvjax
 import pallas_kernels
 from kvjax.pools import block_mass, key_bounds
 from kvjax.pools.placement import num_shards
-from kvjax.stores import load, save
+from kvjax.stores import DiskStore, load, save
+from tests import drive, serving_kit
 from tests.mesh import AUTO
 
 LAYERS = [kvjax.LayerSpec(2, 16)] * 2
@@ -95,6 +96,57 @@ def test_a_save_is_read_into_either_layout(tmp_path):
             rows = np.asarray(cache.view(1).tables[0])[0, :2]
             blocks.append(np.asarray(cache.pools.arrays[0][0])[rows])
         np.testing.assert_array_equal(*blocks)
+
+
+@pytest.mark.parametrize("source", ["heads", "tokens"])
+def test_blocks_outside_of_pools_have_one_form(source):
+    """Blocks of a cache of either layout enter caches of both, and no other block changes."""
+    rows = [np.array([2, 0, 5], np.int32)]
+    rng = np.random.default_rng(0)
+    caches = {layout: kvjax.init_pools(spec_of(layout)) for layout in ("heads", "tokens")}
+    blocks = jnp.asarray(rng.standard_normal((9, 2, 2, 2, 4, 16)), jnp.float32)
+    full = kvjax.stores.Staged(((blocks,),), caches[source].spec)
+    filled_pools = kvjax.stores.scatter(caches[source], full, [np.arange(9, dtype=np.int32)], [np.int32(9)])
+    staged = kvjax.stores.gather(filled_pools, rows)
+    np.testing.assert_array_equal(staged.arrays[0][0], blocks[rows[0]])
+    for pools in caches.values():
+        got = kvjax.stores.scatter(pools, staged, rows, [np.int32(2)])
+        wanted = jnp.zeros_like(blocks).at[rows[0][:2]].set(blocks[rows[0][:2]])
+        everything = kvjax.stores.gather(got, [np.arange(9, dtype=np.int32)])
+        np.testing.assert_array_equal(everything.arrays[0][0], wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("writer", ["heads", "tokens"])
+def test_a_disk_and_a_host_tier_serve_either_layout(writer, tmp_path):
+    """A batch writes a disk, and a batch of the other layout reads it, with moves between its tiers."""
+    reader = "tokens" if writer == "heads" else "heads"
+    prompts = [list(range(start, start + 13)) for start in (0, 5, 10)]
+    expected = None
+    stored = []
+    for layout in (writer, reader):
+        sizes = {"num_blocks": 12, "num_host_blocks": 6, "max_seqs": 2, "retention": True}
+        spec = spec_of(layout, [kvjax.LayerSpec(1, serving_kit.DIM)] * 2, **sizes)
+        options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 20, "read_timeout_ms": 60_000}
+        with DiskStore(tmp_path, spec, **options) as store:
+            outputs, _, _ = drive.run_batch(
+                serving_kit.MODEL, serving_kit.empty(spec), prompts, max_new_tokens=5, store=store
+            )
+        stored.append(sum(output.stored_tokens for output in outputs))
+        answers = [output.tokens for output in outputs]
+        expected = expected or answers
+        assert answers == expected
+    assert stored[0] == 0 and stored[1] >= 3 * 12
+
+
+def test_events_and_drawings_do_not_depend_on_the_layout():
+    shown = []
+    for layout in ("heads", "tokens"):
+        cache, _ = filled(layout)
+        cache, events = cache.release(0)
+        kvjax.check(cache.state)
+        shown.append((kvjax.to_list(events), kvjax.show(cache.state)))
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.long

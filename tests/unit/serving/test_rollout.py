@@ -195,3 +195,63 @@ def test_bad_arguments(options, message):
     arguments = {"lengths": LENGTHS, "max_new_tokens": MOST, "samples": SAMPLES, **options}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda cache: kvjax.rollout(MODEL, cache, PROMPTS, **arguments), make_cache())
+
+
+DRAWN = Sampling(temperature=1.0)
+
+
+@pytest.mark.long
+def test_a_rollout_that_stops_at_a_budget_goes_on_with_the_same_tokens():
+    """It is resumed until all completions have ended. With the same weights its tokens are those of a whole rollout."""
+    options = {"mask": IS_PROMPT, "sampling": DRAWN, "seed": np.uint32(5)}
+    whole, *_ = rollout(MODEL, make_cache(), PROMPTS, **options)
+    partial, cache, _ = rollout(MODEL, make_cache(), PROMPTS, max_steps=np.int32(3), version=np.int32(0), **options)
+    assert np.any(partial.finish == Finish.NONE) and np.all(np.asarray(cache.state.seqs.length) == 0)
+    for version in range(1, 30):
+        lengths = np.asarray(partial.lengths)
+        is_over = np.asarray(partial.finish) != Finish.NONE
+        partial, cache, _ = rollout(
+            MODEL, cache, PROMPTS, resume=partial, max_steps=np.int32(3), version=np.int32(version), **options
+        )
+        is_new = np.asarray(partial.mask) & (np.arange(MOST) >= lengths[..., None])
+        assert np.all(np.asarray(partial.versions)[is_new] == version)
+        assert np.all(np.asarray(partial.lengths)[is_over] == lengths[is_over])
+        if not np.any(partial.finish == Finish.NONE):
+            break
+    assert version > 2
+    for name in ("tokens", "mask", "lengths", "finish"):
+        np.testing.assert_array_equal(getattr(partial, name), getattr(whole, name))
+    np.testing.assert_allclose(partial.logprobs, whole.logprobs, atol=1e-5)
+    assert whole.versions is None
+    kvjax.check(cache.state)
+
+
+@pytest.mark.long
+def test_tokens_of_a_resumed_rollout_are_chosen_by_the_weights_of_their_version():
+    other = MODEL.replace(head=MODEL.head * -1.3)
+    options = {"mask": IS_PROMPT, "sampling": GREEDY, "version": np.int32(3)}
+    partial, cache, _ = rollout(MODEL, make_cache(), PROMPTS, max_steps=np.int32(4), **options)
+    assert 0 < np.sum(partial.mask) < partial.mask.size
+    options["version"] = np.int32(4)
+    found, *_ = rollout(other, cache, PROMPTS, resume=partial, namespace=np.int32(1), **options)
+    tokens, versions = np.asarray(found.tokens), np.asarray(found.versions)
+    np.testing.assert_array_equal(versions, np.where(partial.mask, 3, 4))
+    dense = jax.jit(lambda model, text, at: jnp.argmax(model.dense(text)[at - 1]))
+    for prompt in range(len(PROMPTS)):
+        text = PROMPTS[prompt, : LENGTHS[prompt]].tolist()
+        for token, version in zip(tokens[prompt, 0].tolist(), versions[prompt, 0].tolist(), strict=True):
+            padded = np.resize(np.array(text, np.int32), 32)
+            assert token == int(dense(other if version == 4 else MODEL, padded, np.int32(len(text))))
+            text.append(token)
+
+
+def test_a_resumed_rollout_has_the_shapes_of_the_first():
+    shape = jax.eval_shape(lambda: rollout(MODEL, make_cache(), PROMPTS, mask=IS_PROMPT)[0])
+    with pytest.raises(ValueError, match=r"^resume: got shape \[4, 2, 4\], wanted a kvjax.serving.Rollout of \[2, 2\]"):
+        jax.eval_shape(lambda: kvjax.rollout(
+            MODEL, make_cache(), PROMPTS[:2], LENGTHS[:2], resume=shape, samples=2, max_new_tokens=4,
+        ))  # fmt: skip
+    with pytest.raises(ValueError, match=r"^max_new_tokens: got 3, wanted at least those of resume, 4"):
+        jax.eval_shape(lambda: kvjax.rollout(
+            MODEL, make_cache(), PROMPTS, LENGTHS, resume=shape, samples=2, max_new_tokens=3,
+        ))  # fmt: skip

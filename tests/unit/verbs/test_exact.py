@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import select_blocks, sparse_attention
-from tests.drive import PLAIN, Driver
+from tests.drive import METHODS, PLAIN, Driver
 
 SPEC = dataclasses.replace(PLAIN, sparse=True)
 SIZE = SPEC.block_size
@@ -43,9 +43,9 @@ def test_a_row_stays_approximate_and_so_do_its_forks():
     driver.write({0: TEXT[:3]})
     driver.write({0: TEXT[3:8]}, exact=EXACT)
     driver.do("fork", 0, 1)
-    driver.do("truncate", 0, 1)
-    driver.grow(7, 4, 0, 0)
-    driver.write({0: TEXT[1:8], 1: TEXT[8:12]}, exact=EXACT)
+    driver.do("truncate", 0, 4)
+    driver.grow(4, 4, 0, 0)
+    driver.write({0: TEXT[4:8], 1: TEXT[8:12]}, exact=EXACT)
     for seq in (0, 1):
         driver.do("release", seq)
         assert not stored(driver)
@@ -111,12 +111,14 @@ def test_a_context_of_sparse_attention_wants_a_sparse_cache_and_no_exact_step():
         return kvjax.attend(kv, pools, 0, view)[:, -1, 0], pools
 
     def run(sparse, **options):
-        cache, _ = kvjax.Cache.create(kvjax.make_spec([layer], sparse=sparse, **sizes)).admit(0, np.arange(8), 8)
+        cache = kvjax.Cache.create(kvjax.make_spec([layer], sparse=sparse, **sizes))
+        if not options:
+            cache, _ = METHODS["admit"](cache, np.int32(0), np.arange(8, dtype=np.int32), np.int32(8))
         with sparse_attention(lambda q, pools, layer, view, **_: select_blocks(view, np.zeros(4, bool))):
             return kvjax.step(jax.tree_util.Partial(model), cache, np.arange(8)[None], np.array([8]), **options)
 
     with pytest.raises(ValueError, match=r"^view: got one of a cache with sparse=False, wanted make_spec"):
-        run(False)
+        run(False, logits="last")
     with pytest.raises(ValueError, match=r"^exact: got True in a context of sparse_attention, wanted None"):
         run(True, exact=True)
     cache, _, events = run(True)
