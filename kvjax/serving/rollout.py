@@ -161,9 +161,7 @@ def rollout[C: AnyCache](
         logits_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_prompts, *np.shape(x))), default)
     _check(spec, scheduler, (num_prompts, num_samples), keep_rows, logits_state)
     if resume_rows is not None:
-        released, events = cache.cache.release(jnp.reshape(integers("resume_rows", resume_rows), -1), now=now)
-        cache = cast(C, joined(released, cache.host))
-        log = append_events(log, events)
+        cache, log = _without_rows(cache, integers("resume_rows", resume_rows), log, now)
     lengths = jnp.where(lengths <= width, lengths, 0)  # too many tokens are refused, like none
     num_outputs = num_prompts * num_samples
 
@@ -261,6 +259,12 @@ def _resumed(serving: Serving, served: jax.Array, lengths: jax.Array, resume: Ro
     is_over = served & (resume.finish != Finish.NONE) & (resume.finish != Finish.CANCELLED)
     requests = requests.at(entry, is_over, stage=int(Stage.DONE), finish=resume.finish)
     return serving.replace(requests=requests)
+
+
+def _without_rows[C: AnyCache](cache: C, rows: jax.Array, log: Log, now: Any) -> tuple[C, Log]:
+    """Releases rows i32[...], padded with -1."""
+    released, events = cache.cache.release(jnp.reshape(rows, -1), now=now)
+    return cast(C, joined(released, cache.host)), append_events(log, events)
 
 
 def _leaders(cache: AnyCache, num_prompts: int, num_samples: int) -> jax.Array:
