@@ -146,9 +146,10 @@ def test_copies_give_way_from_the_block_that_will_leave_last():
     cache, ids = of_documents(4, num_host_blocks=3)
     cache.do("backup", max_blocks=3)
     assert backed(cache) == set(ids[:3])
-    cache.start(0, [11] * 4)  # the second is held, so it will leave last
+    cache.start(0, [11] * 4)  # the oldest leaves for it by its copy, and the second is held, so it will leave last
+    assert backed(cache) == set(ids[1:3]) and tokens_on(cache, 0) == (0, 4)
     cache.do("offload", np.array([ids[3], -1, -1, -1], np.int32))
-    assert backed(cache) == {ids[0], ids[2]} and findable(cache) == set(ids)
+    assert backed(cache) == {ids[2]} and findable(cache) >= set(ids)
 
 
 def test_errors_of_copies_name_the_argument():
