@@ -34,7 +34,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from tests.kernels import gpu_compile, gpu_thunks
 from tests.kernels.gpu_hlo import Module
-from tests.kernels.gpu_programs import in_scope, is_of_model
+from tests.kernels.gpu_programs import Budgets, in_scope, is_of_model
 
 GPU, CORES = "h200", gpu_compile.MULTIPROCESSORS["h200"]
 CONSTANTS = {
@@ -227,13 +227,15 @@ def compile_step(step: Step, layers: int) -> tuple[list[Node], dict[str, dict[st
 
 
 def nodes_of(root: gpu_thunks.Thunk, module: Module, kernels: dict[str, dict[str, int]]) -> list[Node]:
-    """The nodes of a program: its kernels and copies.
+    """The nodes of a program: its kernels and copies, except in parts skipped by most steps.
 
     Raises:
       ValueError: if nodes run in a loop, so a node is many launches.
     """
-    thunks = [thunk for thunk in root if thunk.is_kernel or thunk.kind in gpu_thunks.COPIES]
-    if len(thunks) != gpu_thunks.count(root)["launches"]:
+    rare = Budgets().rare
+    usual = gpu_thunks.usual(root, rare)
+    thunks = [thunk for thunk in usual if thunk.is_kernel or thunk.kind in gpu_thunks.COPIES]
+    if len(thunks) != gpu_thunks.count(root, rare)["launches"]:
         raise ValueError("kernels in a loop")
     nodes = []
     for thunk in thunks:

@@ -27,7 +27,7 @@ import operator
 import pickle
 import reprlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -190,8 +190,9 @@ class EvictionPolicy(NamedTuple):
     Attributes:
       init: (num_ids: int) -> pstate.
       touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate. It is called when the blocks `ids` have lost their last
-        holder and stay cached. They are in the order in which they should be evicted. Padding is NO_BLOCK if the policy
-        is `idle`, or else num_ids, which jax drops from a scatter. `kvjax.testing.check_policy` tries both.
+        holder and stay cached. They are in the order in which they should be evicted. A cache pads with NO_BLOCK if
+        the policy is `idle`, or else with num_ids, which jax drops from a scatter. Be right with either, because others
+        may call your function too: `kvjax.testing.check_policy` tries both.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate). It names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which blocks it may name, each after
         all its findable children. A block that is not eligible now may be eligible in the next call, so it must keep
@@ -326,6 +327,16 @@ class Group(Pytree):
     def tiered(self) -> bool:
         """Whether blocks can be on the host too."""
         return self.host is not None
+
+    @property
+    def host_tier(self) -> Host:
+        """The tier of each block of a tiered group."""
+        return cast(Host, self.host)
+
+    @property
+    def backup(self) -> jax.Array | None:
+        """i32[B]; `Host.backup`. None if the group has no backups."""
+        return getattr(self.host, "backup", None)
 
     @property
     def ids(self) -> jax.Array:

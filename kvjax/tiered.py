@@ -54,7 +54,8 @@ class FailedTransfer(RuntimeError):
     """Failed moves between the tiers. No wrong bytes are findable, and rows that lost K/V have been released.
 
     A verb that only moves blocks (`offload`, `onboard`, `watermark`, `swap_out`, `swap_in`) is undone: its blocks and
-    rows are where they were, and only blocks whose bytes a move may have overwritten are lost.
+    rows are where they were, and only blocks whose bytes a move may have overwritten are lost. A failed `backup` costs
+    the copies alone.
 
     Attributes:
       tiered: the cache to go on with.

@@ -15,7 +15,7 @@ from kvjax._arrays import pick
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
-from kvjax.pools.lineage import note, note_read, probed_scale
+from kvjax.pools.lineage import layer_name, note, note_read, probed_scale
 from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec
@@ -58,9 +58,9 @@ def attend(
       view: the positions of the tokens.
       index: i32[]; the layer's index in its pool, clamped to the pool as in `write`. None takes the index from `layer`.
       scale: factor on the scores. Defaults to 1 / sqrt(D); models with latents have a scale of their own.
-      window: None means the window of the layer's `LayerSpec`. If the layer has none, each token attends to the last
+      window: the window of the layer's `LayerSpec`, or None, which means the same: each token attends to the last
         `window` tokens only, itself included. If the `LayerSpec` has `sink_tokens`, each token attends to these first
-        tokens too, as in StreamingLLM. Both limits are exact to the token.
+        tokens too, as in StreamingLLM. Both limits are exact to the token. Any other window is an error.
       soft_cap: a soft cap c replaces every score by c * tanh(score / c). None disables it.
       sinks: f32[Q]; an additional logit per query head in the softmax's denominator, without a value. These sinks of
         gpt-oss have nothing to do with `sink_tokens`.
@@ -76,9 +76,8 @@ def attend(
       also f32[R, C, Q], undefined at padding.
 
     Raises:
-      ValueError: while tracing, if an argument does not fit, the view is of a cache with another spec, the layer is
-        recurrent, a mesh cannot divide the query heads of latents, or a mesh divides blocks and the layer's spec lacks
-        the window.
+      ValueError: while tracing, if an argument does not fit, the window is not the layer's, the view is of a cache with
+        another spec, the layer is recurrent, or a mesh cannot divide the query heads of latents.
       NotImplementedError: if the named implementation cannot serve this call.
 
     Example:
@@ -99,7 +98,7 @@ def attend(
     q = floats("q", q)
     window = _window_of(pools.spec.groups[group].window, window, layer)
     sinks = None if sinks is None else floats("sinks", sinks)
-    _check(q, heads_of(array, spec.head_dim), view, window, soft_cap, sinks, layer, context)
+    _check(q, heads_of(array, spec.head_dim), view, soft_cap, sinks)
     sink_q = _checked_sink_q(sink_q, q, pools.spec.groups[group], layer)
     view = chosen_view(view, window, q, pools, layer, index=given_index, scale=scale, soft_cap=soft_cap)
     shape = q.shape
@@ -124,7 +123,7 @@ def attend(
             of_sinks = functools.partial(call, scales=scales, fixed_split=view.fixed_split, return_lse=True)
             result = _merged(result, _over_passed(of_sinks, pool, index, **passed))
         if context is not None:
-            result = context.merge(*result, sinks)
+            result = context.merge(result[0], result[1], sinks)
         return result if return_lse or not has_parts else result[0]
 
     operands = {
@@ -150,12 +149,11 @@ def attend(
 
 
 def _window_of(of_layer: int | None, given: int | None, layer: int | jax.Array) -> int | None:
-    """The window of a layer: its spec's, whose earlier blocks are gone, or the given window if its spec has none."""
+    """The window of a layer's spec, by which its rows release blocks. Another given window is refused."""
     given = None if given is None else static_int("window", given, 1)
-    if of_layer is None:
-        return given
     if given not in (None, of_layer):
-        raise ValueError(f"window: got {given} for layer {layer}, wanted {of_layer} as in its LayerSpec, or None")
+        wanted = f"kvjax.LayerSpec(window={given})" if of_layer is None else f"{of_layer} as in its LayerSpec"
+        raise ValueError(f"window: got {given} for {layer_name(layer)}, wanted {wanted}, or None")
     return of_layer
 
 
@@ -215,7 +213,7 @@ def _passed(sink_q: jax.Array, view: View, group: int, cache_spec: CacheSpec) ->
         owner = jnp.asarray(token // width)
         offset = token % width
     else:  # a row without tokens starts where the next row does
-        owner = jnp.sum(token[:, None] >= view.starts, axis=1, dtype=jnp.int32) - 1
+        owner = jnp.sum(token[:, None] >= view.starts[None], axis=1, dtype=jnp.int32) - 1
         offset = token - pick(view.starts, owner)
     num_tokens = pick(view.num_tokens, owner)
     num_passed = pick(view.lengths_of(group), owner) - num_tokens + offset + 1 - spec.window
@@ -255,14 +253,11 @@ def _checked_sink_q(
     return sink_q
 
 
-def _check(q, heads, view, window, soft_cap, sinks, layer, context) -> None:
+def _check(q, heads, view, soft_cap, sinks) -> None:
     kv_heads, width = heads
     if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
         batch = ", ".join(map(str, view.positions.shape))
         raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")
-    if context is not None and window is not None:
-        wanted = f"a kvjax.LayerSpec with this window, whose blocks axis {context.axis!r} does not divide"
-        raise ValueError(f"window: got {window} for layer {layer}, which has none in its spec, wanted {wanted}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap: got {soft_cap!r}, wanted None or a positive number")
     if sinks is not None and sinks.shape != q.shape[2:3]:

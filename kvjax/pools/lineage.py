@@ -56,7 +56,7 @@ class _Pool:
             kind = "the pools that the model was given" if array is self.given else "pools from before that"
             last = self.writes[-1]
             raise _refusal(
-                f"pools: {what} {kind}, wanted the result of the last write, of layer {last.layer} at "
+                f"pools: {what} {kind}, wanted the result of the last write, of {layer_name(last.layer)} at "
                 f"{last.where}: pools = kvjax.write(pools, ...)"
             )
 
@@ -67,10 +67,12 @@ class Probe:
     Attributes:
       noted: {(name, layer): array}; q, k, v and the results of attention, in the order of the call. Arrays inside of a
         transformation such as `scan` are missing.
+      uses_cache: whether the call has written or read K/V.
     """
 
     def __init__(self) -> None:
         self.noted: dict[tuple[str, Any], Any] = {}
+        self.uses_cache = False
 
     def kv(self, layer: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """The keys and values to write."""
@@ -99,9 +101,9 @@ class Lineage:
         """Notes a write into a pool."""
         if pools.spec != self._spec:  # a cache of the model's own
             return
-        self._is_used = True
+        self._use()
         for each_key, array in _arrays(pools):
-            self._pools[each_key].check_fresh(array, f"the write of layer {layer} takes")
+            self._pools[each_key].check_fresh(array, f"the write of {layer_name(layer)} takes")
         pool = self._pools[key]
         array = dict(_arrays(pools))[key]
         new_array = dict(_arrays(written))[key]
@@ -119,6 +121,11 @@ class Lineage:
         pool.latest = new_array
         pool.writes.append(_Write(layer, _line()))
 
+    def _use(self) -> None:
+        self._is_used = True
+        if self.probe is not None:
+            self.probe.uses_cache = True
+
     def skip(self, key: _Key, layer: Any) -> None:
         """Notes a layer whose snapshots the model keeps as they are."""
         self._pools[key].skipped.add(layer)
@@ -127,10 +134,10 @@ class Lineage:
         """Notes a read of a layer's K/V."""
         if pools.spec != self._spec:
             return
-        self._is_used = True
+        self._use()
         pool = self._pools[key]
         array = dict(_arrays(pools))[key]
-        pool.check_fresh(array, f"attend of layer {layer} takes")
+        pool.check_fresh(array, f"attend of {layer_name(layer)} takes")
         if pool.is_complete and is_static and array is pool.latest and layer not in pool.layers:
             raise _refusal(f"layer: got {layer} in attend before its write, wanted kvjax.write of layer {layer} first")
 
@@ -168,6 +175,11 @@ def _arrays(pools: Any) -> list[tuple[_Key, Any]]:
         for group, arrays in enumerate(pools.arrays)
         for pool, array in enumerate(arrays)
     ]
+
+
+def layer_name(layer: Any) -> str:
+    """A layer in an error."""
+    return "a traced layer" if isinstance(layer, Tracer) else f"layer {layer}"
 
 
 def _missing(layers: set[int]) -> str:

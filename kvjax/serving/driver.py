@@ -358,8 +358,8 @@ class Driver[C: AnyCache]:
         top = [] if result.top is None else [column[slot, new].tolist() for column in result.top]
 
         if result.preemptions[slot] > job.output.preemptions and not self._shortages.has("was preempted"):
-            reason = explain(self.state.cache.state, self._scheduler, num_tokens)
-            self._shortages.write("was preempted", job.number, reason)
+            shortage = explain(self.state.cache.state, self._scheduler, num_tokens)
+            self._shortages.write("was preempted", job.number, shortage.reason)
         reason = self._reason(job) if finish == "no_blocks" else None
 
         def change(output: Output) -> None:
@@ -379,9 +379,10 @@ class Driver[C: AnyCache]:
 
     def _reason(self, job: Job) -> str:
         """Why a request ends for lack of blocks, for its output. The first of a run is also in the log."""
-        reason = explain(self.state.cache.state, self._scheduler, len(job.tokens) + job.request.max_new_tokens)
-        self._shortages.write("ended with no_blocks", job.number, reason)
-        return reason
+        shortage = explain(self.state.cache.state, self._scheduler, len(job.tokens) + job.request.max_new_tokens)
+        waits = "would wait for ever for other code, and " if shortage.is_held else ""
+        self._shortages.write(f"{waits}ended with no_blocks", job.number, shortage.reason)
+        return shortage.reason
 
     def _release(self, job: Job, generation: int) -> None:
         """Frees the slot of a request that the loop has drained. The slot's next request gets this generation."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,18 +14,26 @@ from kvjax.serving.options import Scheduler
 from kvjax.state import CacheState
 
 
-def explain(state: CacheState, scheduler: Scheduler, num_tokens: int) -> str:
+class Shortage(NamedTuple):
+    """The blocks that a request lacks."""
+
+    reason: str  # the group, the blocks wanted, and the blocks there
+    is_held: bool  # whether the whole cache has enough blocks, so that rows and pins hold the missing ones
+
+
+def explain(state: CacheState, scheduler: Scheduler, num_tokens: int) -> Shortage:
     """The group in which a request of `num_tokens` tokens lacks most blocks, with the blocks wanted and there."""
     wanted: list[Any] = max_blocks(state.spec, scheduler, np.int32(num_tokens + 1))  # numpy, so nothing is compiled
     counts = jax.device_get([(group.num_blocks, group.available) for group in state.groups])
     lacks = [int(blocks) - int(available) for blocks, (_, available) in zip(wanted, counts, strict=True)]
     index = int(np.argmax(lacks))
     num_blocks, available = map(int, counts[index])
-    holders = "" if wanted[index] > num_blocks else "; rows and pins hold the others"
-    return (
+    is_held = int(wanted[index]) <= num_blocks
+    reason = (
         f"{state.spec.group_name(index)}{int(wanted[index])} blocks wanted for {num_tokens} tokens, {num_blocks} in "
-        f"the cache, {available} of them free{holders}"
+        f"the cache, {available} of them free{'; rows and pins hold the others' if is_held else ''}"
     )
+    return Shortage(reason, is_held)
 
 
 class ShortageLog:

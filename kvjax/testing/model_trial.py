@@ -48,7 +48,7 @@ def check_model(
     A random text goes through the model all at once. Then it goes token by token, in chunks of parts of blocks, after
     a cached prefix, together with other rows in two orders, and in ragged and mixed views. The text is longer than a
     window of at most 48 tokens, and blocks outside of the window hold NaN. The error names the argument or the layer:
-    "positions", "last", "attend of layer 3", or lost pools. It takes some 20 s for four small layers
+    "positions", "last", "attend of layer 3", or lost pools. It takes some 35 s for four small layers
     on two CPU cores.
 
     Without a `reference` the model is only compared with itself. Mistakes with the same effect in every form, such as
@@ -139,6 +139,7 @@ class _Trial:
         self.rng = np.random.default_rng(seed)
         self.errors: dict[str, float] = {}
         self._programs: dict[Any, Any] = {}
+        self._uses_cache = False  # whether the model writes or reads K/V
         pools = jax.eval_shape(lambda: init_pools(self.spec))
         tokens = np.zeros((1, self.length), np.int32)
         last = np.zeros(1, np.int32)
@@ -191,12 +192,18 @@ class _Trial:
                 probe = edit or Probe()
                 logits, pools = call(model, tokens, pools, view, last, probe)
                 order[:] = probe.noted
+                self._uses_cache = self._uses_cache or probe.uses_cache
                 return logits, pools, list(probe.noted.values())
 
             quick = {"xla_backend_optimization_level": 0}
             self._programs[key] = jax.jit(run, compiler_options=quick), order
         program, order = self._programs[key]
-        logits, pools, noted = program(self.model, tokens, pools, view, np.asarray(last, np.int32))
+        try:
+            logits, pools, noted = program(self.model, tokens, pools, view, np.asarray(last, np.int32))
+        except ValueError as error:  # a mistake in calls of this shape alone
+            if edit is not None:
+                raise
+            raise AssertionError(f"{error}, in a call with tokens i32{list(tokens.shape)}") from error
         arrays = [np.asarray(array, np.float32) for array in jax.device_get(noted)]
         return _Run(np.asarray(logits, np.float32), pools, dict(zip(order, arrays, strict=True)))
 
@@ -219,6 +226,7 @@ class _Trial:
             raise AssertionError(
                 "model: got two results for the same call, wanted a model in evaluation mode (dropout?)"
             )
+        self._check_written(self.base.pools)
         layers = {layer for name, layer in self.base.noted if name == "k"}
         unread = sorted(layers - {layer for name, layer in self.base.noted if name == "out"})
         if unread:
@@ -226,6 +234,33 @@ class _Trial:
             raise AssertionError(
                 f"attend of layer {layer}: is missing. The model writes the K/V of layer {layer} and never reads them: "
                 f"use kvjax.attend(q, pools, {layer}, view)"
+            )
+
+    def _check_written(self, pools: Pools) -> None:
+        """Raises an error for layers whose slots of the text are still poisoned, if the model writes at all.
+
+        A trace finds them too, but not inside of a scan.
+        """
+        whole_blocks = slice(self.length // BLOCK_SIZE)
+        missing: list[int] = []
+        num_layers = 0
+        for group, arrays in zip(self.spec.groups, pools.arrays, strict=True):
+            for pool, array in zip(group.pools, () if group.recurrent else arrays, strict=False):
+                values = np.asarray(array[whole_blocks]).astype(np.float32)
+                is_poison = np.isnan(values) | (values == -128)
+                is_missing = is_poison.swapaxes(0, 1).reshape(len(pool.layers), -1).all(axis=1)
+                missing += np.array(pool.layers)[is_missing].tolist()
+                num_layers += len(pool.layers)
+        names = f"layer{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
+        if missing and len(missing) < num_layers:
+            raise AssertionError(
+                f"layer: the model never writes {names}, wanted each layer's own number in kvjax.write and "
+                "kvjax.attend, in a scan one of jnp.arange(layers)"
+            )
+        if missing and self._uses_cache:
+            raise AssertionError(
+                f"pools: the model returns pools without the writes of {names}, wanted the result of the last "
+                "kvjax.write, in a scan as its carry"
             )
 
     def run_in_chunks(self, width: int, form: str) -> None:

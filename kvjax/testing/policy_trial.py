@@ -39,7 +39,7 @@ def check_policy(
     no block before its children. A refused verb changed nothing. Every row would read its own K/V. The policy is also
     asked for victims of the cache: it must name evictable blocks, children first. The error names the first other
     block, and its holder. At the end a policy with `idle` must be idle, and padding among the ids of `touch` and
-    `forget` must change nothing.
+    `forget` must change nothing: neither NO_BLOCK nor, without `idle`, the number of ids, which a cache then passes.
 
     Args:
       policy: the policy on trial.
@@ -117,7 +117,10 @@ def _reason(state: CacheState, block: int) -> str:
 
 
 def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies padding among the ids, which must change nothing. As an index, NO_BLOCK would be the last block."""
+    """Verifies padding among the ids, which must change nothing.
+
+    A cache passes only one of the kinds. The other keeps a policy right if it becomes `idle`, or another calls it.
+    """
     group = state.groups[0]
     num_ids = len(group.blocks.fill)
     zero = np.int32(0)
@@ -126,13 +129,15 @@ def _check_padding(policy: EvictionPolicy, state: CacheState) -> None:
     calls = {"touch": lambda ids: policy.touch(group.policy, group.blocks, ids, zero)}
     if policy.forget is not None:
         calls["forget"] = functools.partial(policy.forget, group.policy)
-    kinds = {"NO_BLOCK": NO_BLOCK} if policy.idle else {"NO_BLOCK": NO_BLOCK, "the number of ids": num_ids}
+    kinds = {"NO_BLOCK is padding among the ids (take jnp.where(ids >= 0, ids, num_ids))": NO_BLOCK}
+    if not policy.idle:
+        kinds["the number of ids is padding among the ids"] = num_ids
     for name, call in calls.items():
         without = jax.device_get(jax.jit(call)(ids))
         for kind, value in kinds.items():
             for padded in _with_padding(ids, value):
                 changed = jax.device_get(jax.jit(call)(padded))
-                assert_equal(without, changed, f"{name}: {kind} is padding among the ids")
+                assert_equal(without, changed, f"{name}: {kind}")
 
 
 def _with_padding(ids: np.ndarray, padding: int) -> list[np.ndarray]:

@@ -129,6 +129,15 @@ def parse(sequence: str) -> Thunk:
 Counts = collections.Counter[str]
 
 
+def usual(top: Thunk, rare: Sequence[str]) -> Iterator[Thunk]:
+    """A thunk and all inside it, without the bodies of loops whose scopes contain any of the names in `rare`."""
+    yield top
+    is_rare = any(name in top.op_name for name in rare)
+    for label, part in top.parts.items():
+        for thunk in part if label != "body" or not is_rare else ():
+            yield from usual(thunk, rare)
+
+
 def count(top: Thunk, rare: Sequence[str] = (), leave_out: Callable[[Thunk], bool] = lambda _: False) -> Counts:
     """Counts a program's launches and its stops for the host. The body of a loop counts once.
 

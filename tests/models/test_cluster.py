@@ -3,7 +3,9 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
+import sys
 import types
 
 import httpx
@@ -22,6 +24,7 @@ from models.prefix_router import Place, Router
 from models.recall import CHECKPOINT
 from models.serve_http import with_request_ids
 from models.tenants import salt_of
+from tests.models.cluster_kit import questions
 from tests.models.serve_kit import DOCUMENT, KEY, PEOPLE, prompt_of, with_template
 from tests.wire_kit import ANY, eventually
 
@@ -208,8 +211,11 @@ def test_a_stream_whose_replica_ends_has_an_error_and_an_end():
     assert sent[:2] == [START, event(b"1")] and closed == [1]
     error = json.loads(sent[2]["body"].decode().removeprefix("data: "))
     assert error["error"] == {
-        "message": "the replica has ended", "type": "server_error", "param": None, "code": "engine_error"
-    }  # fmt: skip
+        "message": "the replica has ended",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_error",
+    }
     assert sent[2]["more_body"] is False and sent[2]["body"].endswith(b"\n\n")
     sent, _ = forwarded([START, event(b"1")])  # the replica sends no end
     assert b"only a part" in sent[2]["body"]
@@ -224,12 +230,10 @@ def test_a_stream_of_responses_ends_with_a_failed_response():
     assert kind == "event: response.failed"
     assert json.loads(data.removeprefix("data: ")) == {
         "type": "response.failed",
-        "response": {
-            "id": "resp_1", "status": "failed", "error": {"code": "server_error", "message": "it has ended"}
-        },
+        "response": {"id": "resp_1", "status": "failed", "error": {"code": "server_error", "message": "it has ended"}},
         "request_id": "an id",
         "sequence_number": 2,
-    }  # fmt: skip
+    }
 
 
 def test_half_a_response_that_is_no_stream_ends_its_connection():
@@ -324,7 +328,7 @@ def front(tmp_path_factory):
             router.add(name, feed.endpoint, feed.replay_endpoint, Curve(*zmq.curve_keypair(), public))
             apps[name] = with_request_ids(server.app)
         replicas = Local(apps, router)
-        yield cluster_front.make_app(parser.parse_args(options), replicas), replicas
+        yield cluster_front.make_app(parser, parser.parse_args(options), replicas), replicas
 
 
 def asked(app, *requests, key=KEY):
@@ -367,9 +371,14 @@ def test_a_front_reads_the_tokens_and_the_salt_that_a_replica_caches(front):
 def test_a_front_answers_as_a_server_does(front):
     app, _ = front
     wrong = [
-        post(prompt="a", model="no"), post(prompt="a", max_tokens=10**6), post(prompt="a " * 400), post(prompt=7),
-        ("GET", "/v1/models/no", None), ("GET", "/nowhere", None), ("POST", "/tokenize", {"prompt": 1}),
-    ]  # fmt: skip
+        post(prompt="a", model="no"),
+        post(prompt="a", max_tokens=10**6),
+        post(prompt="a " * 400),
+        post(prompt=7),
+        ("GET", "/v1/models/no", None),
+        ("GET", "/nowhere", None),
+        ("POST", "/tokenize", {"prompt": 1}),
+    ]
     responses = asked(app, *wrong)
     assert [response.status_code for response in responses] == [404, 400, 400, 400, 404, 404, 400]
     for response in responses:
@@ -462,6 +471,9 @@ REFUSED = {
         "--max-connections: got one with --replicas, but clients connect to Ray's proxies"
     ),
     "--replicas 2 --agent 50051": ("--agent: got port 50051 with --replicas, wanted 0, a free port for each replica"),
+    "--replicas 2 --operator-key a": (
+        "--operator-key: got one with --replicas, but no path of the front changes a single engine"
+    ),
     "--replicas 2 --port 0": "--port: got 0 with --replicas, wanted the port of each machine's proxy",
     "--replicas 0": "--replicas: got '0', wanted an int of at least 1 and at most 1024",
 }
@@ -490,3 +502,45 @@ def test_a_save_of_other_weights_does_not_stop_a_replica(tmp_path, capsys):
     assert refused.startswith("python -m models.serve: --save: model: got 'checkpoint ")
     assert notes[0].startswith(f"--save: {folder} is not loaded: model: got 'checkpoint ")
     assert notes[1].endswith("blocks are saved")
+
+
+def test_batches_are_sorted_and_their_answers_are_not(monkeypatch):
+    """Ray Data is replaced by a loop over the batches, from the last one to the first one."""
+
+    class Dataset:
+        def __init__(self, rows, override_num_blocks):
+            self.rows, self.num_blocks = rows, override_num_blocks
+
+        def map_batches(self, made, *, fn_constructor_args, batch_size, compute):
+            assert compute == 2 and self.num_blocks == -(-len(self.rows) // batch_size)
+            call = made(*fn_constructor_args)
+            blocks = [self.rows[start : start + batch_size] for start in range(0, len(self.rows), batch_size)]
+            for block in reversed(blocks):
+                answered = call({name: [row[name] for row in block] for name in block[0]})
+                for position, row in enumerate(block):
+                    row.update({name: values[position] for name, values in answered.items()})
+            self.rows = [row for block in reversed(blocks) for row in block]
+            return self
+
+        def take_all(self):
+            return self.rows
+
+    data = types.ModuleType("ray.data")
+    data.from_items = Dataset
+    data.ActorPoolStrategy = lambda size: size
+    package = types.ModuleType("ray")
+    package.data = data
+    monkeypatch.setitem(sys.modules, "ray", package)
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    monkeypatch.setattr(kvjax, "enable_compilation_cache", lambda: None)
+    monkeypatch.delitem(sys.modules, "models.ray_batches", raising=False)
+    ray_batches = importlib.import_module("models.ray_batches")
+    pairs = questions(4, 6)
+    texts = [text for text, _ in pairs]
+    sizes = {"num_blocks": 112, "max_seqs": 4, "max_length": 320, "block_size": 8}
+    rows = ray_batches.map_prompts(str(CHECKPOINT), texts, max_new_tokens=2, actors=2, batch_size=6, **sizes)
+    assert [row["prompt"] for row in rows] == texts
+    num_right = sum(row["answer"].split()[0] == place for row, (_, place) in zip(rows, pairs, strict=True))
+    assert num_right >= 23
+    assert sum(row["cached_tokens"] for row in rows) / sum(len(recall.encode(text)) for text in texts) > 0.75
+    del sys.modules["models.ray_batches"]  # it has the loop

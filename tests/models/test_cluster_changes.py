@@ -141,9 +141,8 @@ def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(local_ray, tmp
 
 
 def test_batches_of_ray_data_keep_their_order_and_survive_an_actor(local_ray):
-    (code,) = re.findall(r"^```python3\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    names = {"__name__": "page"}
-    exec(code, names)
+    from models.ray_batches import map_prompts
+
     pairs = questions(12, 20)
     sizes = {"num_blocks": 112, "max_seqs": 4, "max_length": 320, "block_size": 8}
     killed = list[int]()
@@ -158,11 +157,11 @@ def test_batches_of_ray_data_keep_their_order_and_survive_an_actor(local_ray):
     thread = threading.Thread(target=kill)
     thread.start()
     start = time.monotonic()
-    rows = names["answers"](str(CHECKPOINT), texts, actors=2, batch_size=20, **sizes)
+    rows = map_prompts(str(CHECKPOINT), texts, max_new_tokens=2, actors=2, batch_size=20, **sizes)
     thread.join()
     assert [row["prompt"] for row in rows] == texts
     num_right = sum(row["answer"].split()[0] == place for row, (_, place) in zip(rows, pairs, strict=True))
-    num_cached = sum(row["cached"] for row in rows) / sum(len(recall.encode(text)) for text in texts)
+    num_cached = sum(row["cached_tokens"] for row in rows) / sum(len(recall.encode(text)) for text in texts)
     print(f"ray.data: {time.monotonic() - start:.1f} s, cached {num_cached:.3f}, right {num_right} of {len(pairs)}")
     assert killed and num_right >= 0.97 * len(pairs) and num_cached > 0.85
 
@@ -211,19 +210,17 @@ def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
         def state(self):
             hanging.wait(60)
 
-    replica = cluster.Replica.__new__(cluster.Replica)
-    replica._server = types.SimpleNamespace(engine=Engine())
+    replica = types.SimpleNamespace(_server=types.SimpleNamespace(engine=Engine()))
 
     async def check():
         try:
-            await replica.check_health()
+            await cluster.Replica.check_health(replica)
         finally:
             hanging.set()
 
     with pytest.raises(TimeoutError):
         asyncio.run(check())
-    asyncio.run(replica.check_health())
-    del replica._server
+    asyncio.run(cluster.Replica.check_health(replica))
 
 
 def test_the_config_of_the_page_makes_an_application(tmp_path):

@@ -121,11 +121,11 @@ def test_without_compilers_it_says_so(tmp_path, monkeypatch):
 NOTED = """
 import json, sys
 from benchmarks import gpu_model
-from tests.kernels.gpu_programs import parts_of
+from tests.kernels.gpu_programs import Budgets, parts_of
 find, seen = gpu_model.nodes_of, []
 def noted(root, *rest):
     nodes = find(root, *rest)
-    seen.append((len(nodes), sum(node.is_of_model for node in nodes), parts_of(root)))
+    seen.append((len(nodes), sum(node.is_of_model for node in nodes), parts_of(root, Budgets().rare)))
     return nodes
 gpu_model.nodes_of = noted
 gpu_model.measure.main()

@@ -210,3 +210,61 @@ def test_a_right_model_passes():
     model.eval()
     errors = check_model(model, SPEC, reference=reference_of(model))
     assert max(errors.values()) < 1e-4 and len(errors) == 8
+
+
+def scanned(mistake):
+    """Three layers in a scan with remat, where a trace cannot see which layers are written."""
+    embed = jax.random.normal(jax.random.key(0), (V, D))
+
+    def model(embed, tokens, pools, view, *, last):
+        def block(carry, layer):
+            x, pools = carry
+            h = x[:, :, None]
+            layer = {"layer 0": jnp.int32(0), "layers from 1 on": layer + 1}.get(mistake, layer)
+            new = kvjax.write(pools, layer, h, h, view)
+            x = x + kvjax.attend(h, new, layer, view)[:, :, 0]
+            return (x, pools if mistake == "result dropped" else new), None
+
+        layers = jnp.arange(3, dtype=jnp.int32)
+        (x, pools), _ = jax.lax.scan(jax.checkpoint(block), (embed[tokens], pools), layers)
+        return x[jnp.arange(x.shape[0]), last] @ embed.T, pools
+
+    return jax.tree_util.Partial(model, embed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("layer 0", r"layer: the model never writes layers 1, 2, wanted each layer's own number"),
+        ("layers from 1 on", r"layer: the model never writes layer 0, wanted each layer's own number"),
+        ("result dropped", r"pools: the model returns pools without the writes of layers 0, 1, 2, wanted"),
+    ],
+)
+def test_layers_of_a_scan_without_a_write_are_named(mistake, message, dtype):
+    spec = kvjax.make_spec([kvjax.LayerSpec(1, D)] * 3, num_blocks=8, max_seqs=1, max_length=32, dtype=dtype)
+    with pytest.raises(AssertionError, match=f"^{message}"):
+        check_model(scanned(mistake), spec)
+
+
+def test_a_model_without_a_cache_passes():
+    def next_number(tokens, pools, view, *, last):
+        return jax.nn.one_hot(tokens[jnp.arange(len(tokens)) if view.starts is None else 0, last] + 1, V), pools
+
+    spec = kvjax.make_spec([kvjax.LayerSpec(1, D)], num_blocks=8, max_seqs=1, max_length=32)
+    assert max(check_model(jax.tree_util.Partial(next_number), spec).values()) == 0
+
+
+def test_a_mistake_of_a_form_alone_is_named():
+    """A branch for one token, which forgets the result of the write."""
+
+    def model(embed, tokens, pools, view, *, last):
+        h = embed[tokens][:, :, None]
+        new = kvjax.write(pools, 0, h, h, view)
+        x = kvjax.attend(h, pools if tokens.shape[1] == 1 else new, 0, view)[:, :, 0]
+        return x[jnp.arange(x.shape[0]), last] @ embed.T, new
+
+    spec = kvjax.make_spec([kvjax.LayerSpec(1, D)], num_blocks=8, max_seqs=1, max_length=32)
+    message = r"^pools: attend of layer 0 takes the pools that the model was given, .* with tokens i32\[1, 1\]"
+    with pytest.raises(AssertionError, match=message):
+        check_model(jax.tree_util.Partial(model, jnp.eye(V, D)), spec)

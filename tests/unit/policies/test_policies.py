@@ -249,7 +249,7 @@ def test_a_policy_that_takes_padding_for_the_last_block_is_found(part):
         "forget": lambda seen, ids: seen.at[ids].set(0),
     }
     policy = COUNTED._replace(idle=False, **{part: wrong[part]})
-    with pytest.raises(AssertionError, match=f"{part}: NO_BLOCK is padding"):
+    with pytest.raises(AssertionError, match=rf"{part}: NO_BLOCK is padding among the ids \(take jnp.where"):
         check_policy(
             policy, steps=0, policy_state=jnp.arange(1, 1 + kvjax.testing.SMALL.groups[0].num_ids, dtype=jnp.int32)
         )

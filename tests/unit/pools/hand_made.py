@@ -7,6 +7,7 @@ D], "sinks", and maybe "angles", which rotate q and the new K.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +67,10 @@ def normal(seed, *shape):
 # A step.
 
 
-def spec_of(kind, dtype="float32", **options):
-    """A spec of three layers, of which the first and the last are of a kind."""
-    return make_spec([LAYERS[kind], LayerSpec(2, 8), LAYERS[kind]], **SIZES | {"dtype": dtype} | options)
+def spec_of(kind, dtype="float32", window=None, **options):
+    """A spec of three layers with this window, of which the first and the last are of a kind."""
+    layers = [replace(layer, window=window) for layer in (LAYERS[kind], LayerSpec(2, 8), LAYERS[kind])]
+    return make_spec(layers, **SIZES | {"dtype": dtype} | options)
 
 
 def inputs(kind):
@@ -117,8 +119,10 @@ def on_lines(x, form, padding=jnp.nan):
 
 def paged(lines, pools, form, options=None, layer=2, index=None, implementation=None):
     """The pools after both writes, and attention with its log-sum-exp, in the form of the view."""
-    past, now = views(form)
+    num_groups = len(pools.spec.groups)  # each with the same table
+    past, now = (seen.replace(tables=seen.tables * num_groups, slots=seen.slots * num_groups) for seen in views(form))
     attend_options, options = {"index": index, "implementation": implementation}, dict(options or {})
+    options.pop("window", None)  # the layer has it
 
     def k_and_v(parts):
         return parts[0], parts[1] if len(parts) > 1 else None

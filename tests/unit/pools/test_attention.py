@@ -116,7 +116,7 @@ def ran(where, step, lines, spec, sent=None):
         program = jax.jit(step).lower(lines, pools).compile()
         assert sent is None or collectives(program) == sent
         pools, results = program(lines, pools)
-        for array, layers in zip(pools.arrays[0], spec.groups[0].pools, strict=True):
+        for array, layers in zip(pools.arrays[-1], spec.groups[-1].pools, strict=True):
             (own,) = {shard.data.shape[3:5] for shard in array.addressable_shards}
             own_heads = 1 if layers.values else layers.kv_heads // heads
             assert own == (own_heads, 4 // (context if "context" in axes else 1))
@@ -141,7 +141,8 @@ def pools_after(x, form, spec, dtype):
 @pytest.mark.parametrize(("kind", "form", "dtype", "where", "options"), table_of(CASES))
 def test_a_step_is_dense_attention_and_writes_nothing_else(kind, form, dtype, where, options, interpreted):
     """Each byte of the pools is known, and padding is zeros."""
-    x, spec, options = inputs(kind), spec_of(kind, dtype), OPTIONS[options]
+    x, options = inputs(kind), OPTIONS[options]
+    spec = spec_of(kind, dtype, options.get("window"))
     lines = jax.jit(functools.partial(on_lines, form=form))(x)
     step = functools.partial(paged, form=form, options=options)
     if "traced index" in where:  # `layer` is then any of the pool's
@@ -180,7 +181,8 @@ GRADIENTS = {
 @pytest.mark.parametrize(("kind", "form", "where", "options"), table_of(GRADIENTS))
 def test_gradients_are_those_of_dense_attention(kind, form, where, options, interpreted):
     """They go through two writes to q, old and new K/V, sinks and angles; and forwards, too."""
-    x, spec, options = inputs(kind), spec_of(kind), OPTIONS[options]
+    x, options = inputs(kind), OPTIONS[options]
+    spec = spec_of(kind, window=options.get("window"))
 
     def loss(results):  # many directions at once, with another factor for each element
         return sum(jnp.sum(jnp.sin(y) * normal(5, *y.shape)) for y in results)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes with pools are errors where a model is traced, and right models pass, however they are transformed."""
 
+import contextlib
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.model import call
 from kvjax.pools.lineage import partial_models
 
 LAYERS = 3
@@ -171,3 +173,28 @@ def test_right_models_pass_under_a_gradient(name):
 def test_stale_pools_are_found_between_transformed_layers(transform):
     with pytest.raises(ValueError, match=r"the model returns the pools that the model was given"):
         step(model_of("returns the given", transform))
+
+
+@pytest.mark.parametrize("name", ["plain", "scan", "remat"])
+def test_the_checks_add_no_operation_to_a_program(name, monkeypatch):
+    """The program of a model call is that of a call without a record of its writes."""
+
+    def lowered():
+        cache = kvjax.Cache.create(SPECS["one pool"])
+        model = jax.tree_util.Partial(functools.partial(RIGHT[name].func), WEIGHTS)  # traced anew
+        view = cache.view(2)
+        program = jax.jit(lambda pools: call(model, np.zeros((1, 2), np.int32), pools, view, np.array([1])))
+        return program.lower(cache.pools).as_text()
+
+    with_checks = lowered()
+    monkeypatch.setattr("kvjax.model.recording", lambda lineage: contextlib.nullcontext())
+    monkeypatch.setattr("kvjax.pools.lineage.Lineage.check_result", lambda self, pools: None)
+    assert lowered() == with_checks
+
+
+def test_a_step_has_one_select_more_than_its_model():
+    """The logits of a refused row are NaN."""
+    cache = kvjax.Cache.create(SPECS["one pool"])
+    tokens, counts = np.zeros((1, 2), np.int32), np.array([2])
+    program = jax.jit(lambda cache: kvjax.step(RIGHT["plain"], cache, tokens, counts)[1]).lower(cache).as_text()
+    assert program.count("0x7FC00000") == 1, "one NaN"

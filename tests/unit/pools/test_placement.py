@@ -198,8 +198,6 @@ def test_what_cannot_be_divided_is_refused():
                 kvjax.init_pools(spec, mesh=mesh, **AXES)
         cache, (q, kv, _) = kvjax.Cache.create(spec_of(), mesh=mesh, **AXES), inputs()
         view = cache.view(6)
-        with pytest.raises(ValueError, match=r"^window: got 4 for layer 1, which has none in its spec, wanted a kvjax"):
-            kvjax.attend(q, cache.pools, 1, view, window=4)
         latents = kvjax.init_pools(spec_of([LayerSpec.latent(16, 16)]), mesh=mesh, heads="heads")
         with pytest.raises(ValueError, match=r"^q: got 3 heads, wanted a number of them that the 2 devices of"):
             jax.eval_shape(functools.partial(kvjax.attend, layer=0, view=view.replace(spec=None)), q[:, :, :3], latents)

@@ -21,7 +21,7 @@ def test_a_prompt_whose_blocks_other_code_holds_is_reported(caplog):
     wanted = "8 blocks wanted for 31 tokens, 10 in the cache, 6 of them free; rows and pins hold the others"
     assert (output.finish, output.reason) == ("no_blocks", wanted)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith(f"request 0 ended with no_blocks: {wanted}")
+    assert line.startswith(f"request 0 would wait for ever for other code, and ended with no_blocks: {wanted}")
 
 
 def test_each_kind_of_shortage_is_written_once(caplog):
@@ -36,5 +36,6 @@ def test_each_kind_of_shortage_is_written_once(caplog):
 def test_the_group_with_the_largest_lack_is_named():
     layers = [kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, window=8)]
     spec = kvjax.make_spec(layers, num_blocks={None: 6, 8: 9}, max_seqs=1, max_length=64, block_size=4)
-    words = explain(kvjax.init(spec), Scheduler(chunk=4), 40)
-    assert words == "group 0, full attention: 10 blocks wanted for 40 tokens, 6 in the cache, 6 of them free"
+    shortage = explain(kvjax.init(spec), Scheduler(chunk=4), 40)
+    assert not shortage.is_held
+    assert shortage.reason == "group 0, full attention: 10 blocks wanted for 40 tokens, 6 in the cache, 6 of them free"

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import stores
+from kvjax.serving import Replicas, RunOptions
 from kvjax.serving.weights import Weights, _known, check_weights, known, remember
 from tests import drive
-from tests.serving_kit import BASE, MODEL, NEW, OPTIONS, make_cache
+from tests.serving_kit import BASE, MODEL, NEW, OPTIONS, ask, make_cache, make_spec
 
 OTHER = MODEL.replace(head=MODEL.head * 2)
 PROMPT = [1, 2, 3, 4, 5]
@@ -54,6 +56,37 @@ def test_reuse_of_any_is_allowed():
     assert output.cached_tokens == 4
     with pytest.raises(ValueError, match=r"^reuse: got 'all', wanted 'same weights' or 'any'"):
         generate(MODEL, make_cache(), reuse="all")
+
+
+@pytest.mark.long
+def test_replicas_know_the_weights_of_their_caches():
+    replicas = Replicas(MODEL, make_spec(), jax.devices()[:1])
+    for cached in (0, 4):
+        (output,) = replicas.run_batch([ask(PROMPT)], RunOptions(**BASE))
+        assert output.cached_tokens == cached
+    (cache,) = replicas.caches
+    with pytest.raises(ValueError, match=REFUSED):
+        generate(OTHER, cache)
+    replicas._replicas[0].model = jax.device_put(OTHER, jax.devices()[0])  # weights updated in place
+    with pytest.raises(ValueError, match=REFUSED):
+        replicas.run_batch([ask(PROMPT)], RunOptions(**BASE))
+    assert replicas.run_batch([ask(PROMPT, namespace=1)], RunOptions(**BASE))[0].cached_tokens == 0
+
+
+@pytest.mark.long
+def test_after_a_load_the_name_of_the_model_in_the_save_counts(tmp_path):
+    """The arrays of another process are always others."""
+    _, cache, _ = generate(MODEL, make_cache())
+    stores.save(cache, tmp_path, model="toy 1")
+    with pytest.raises(ValueError, match=r"^model: got 'toy 2', wanted that of the save, 'toy 1'"):
+        stores.load(make_cache(), tmp_path, model="toy 2")
+    cache, _ = stores.load(make_cache(), tmp_path, model="toy 1")
+    assert not known(cache.state)
+    same = jax.tree.map(jnp.copy, MODEL)
+    (output,), cache, _ = generate(same, cache)
+    assert output.cached_tokens == 4
+    with pytest.raises(ValueError, match=REFUSED):
+        generate(OTHER, cache)
 
 
 def test_weights_are_known_by_identity_and_kept_alive_by_nobody():
