@@ -86,9 +86,14 @@ class Run:
         self.prompts = jnp.asarray(prompts)
         self.lengths = jnp.asarray(lengths)
         spec = kvjax.make_spec(
-            num_blocks=size.num_blocks, num_host_blocks=size.num_host_blocks, max_seqs=1,
-            max_length=prompts.shape[1], block_size=1, partial_reuse=False, backups=way != "ahead",
-        )  # fmt: skip
+            num_blocks=size.num_blocks,
+            num_host_blocks=size.num_host_blocks,
+            max_seqs=1,
+            max_length=prompts.shape[1],
+            block_size=1,
+            partial_reuse=False,
+            backups=way != "ahead",
+        )
         self.state = kvjax.init(spec)
         self.loop = jax.jit(self._loop, donate_argnums=0)
         self.between = jax.jit(self._between, donate_argnums=0)

@@ -165,7 +165,7 @@ class CacheSpec:
             for pool in group.pools:
                 if bool(pool.arrays) != group.recurrent:
                     raise ValueError(f"groups: got {pool} in a group with recurrent={group.recurrent}, wanted another")
-        if self.backups and not self.has_host:
+        if self.backups and not self.host_groups:
             raise ValueError("backups: got True without blocks on the host, wanted num_host_blocks above 0")
 
     def seen_columns(self, written: int, end: int) -> list[tuple[int, int]]:

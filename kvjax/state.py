@@ -27,7 +27,7 @@ import operator
 import pickle
 import reprlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -327,6 +327,16 @@ class Group(Pytree):
     def tiered(self) -> bool:
         """Whether blocks can be on the host too."""
         return self.host is not None
+
+    @property
+    def host_tier(self) -> Host:
+        """The tier of each block of a tiered group."""
+        return cast(Host, self.host)
+
+    @property
+    def backup(self) -> jax.Array | None:
+        """i32[B]; `Host.backup`. None if the group has no backups."""
+        return getattr(self.host, "backup", None)
 
     @property
     def ids(self) -> jax.Array:

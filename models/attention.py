@@ -288,6 +288,7 @@ def dense_attention(
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     seen = (distance >= 0) & (distance < (length if window is None else window))
     if first is not None:
+        assert window is not None
         sink_q, sink_tokens = first
         is_passed = (distance >= window) & (jnp.arange(length)[None] < sink_tokens)
         scores = jnp.where(is_passed[None, None, None], scores_of(sink_q), scores)

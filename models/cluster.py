@@ -50,7 +50,6 @@ NAME = "kvjax"  # of the application
 SAVE_SECONDS = 120.0  # for a replica to save its cache
 HEALTH_SECONDS = 10.0  # between two checks of a replica
 FETCH_SECONDS = 10.0  # for a replica to make a page
-START_SECONDS = 600.0  # for a replica to compile and start
 _VARIABLES = {"RAY_SERVE_LOG_TO_STDERR": "0"}  # of Ray, unless they are set: the terminal has only our lines
 _LOGGING = {"enable_access_log": False}
 _NUM_PAGES = 64  # pages that a replica makes at a time, besides its answers
@@ -227,7 +226,7 @@ class Front:
     def __init__(self, replicas: Any, args: argparse.Namespace):
         _name_notes("front")
         with _start_errors():
-            self._app = cluster_front.make_app(args, RayReplicas(replicas))
+            self._app = cluster_front.make_app(_raising_parser(), args, RayReplicas(replicas))
 
     def __serve_build_asgi_app__(self) -> Any:
         """Gives Ray the application."""

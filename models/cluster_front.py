@@ -143,9 +143,8 @@ class Front(Api):
         return sorted(page for page in pages if page.status == 200)
 
 
-def make_app(args: argparse.Namespace, replicas: Replicas) -> Any:
+def make_app(parser: commands.Parser, args: argparse.Namespace, replicas: Replicas) -> Any:
     """Makes the application of a front, with the options of `models.serve`."""
-    parser = serve.make_parser()
     keys = tenants.keys_of(parser, args)
     template = serve.open_template(parser, args)
     tokenizer = open_checkpoint(args.checkpoint).tokenizer()

@@ -32,8 +32,9 @@ class _Chunks(NamedTuple):
     lanes: int
 
 
-def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
+def copy_blocks(pool, sources, targets, count, tokens=None, by_token=False, *, interpret=False):
     """Copies as `xla.copy_blocks`, but in any order: no target is a source, and no two targets are equal."""
+    del by_token  # whole blocks are copied alike
     if tokens is not None:
         raise NotImplementedError("mosaic: no copies of a part of a block")
     return _move(None, pool, sources, targets, count, interpret, "copy_blocks")

@@ -24,6 +24,8 @@ Source: write-through as in SGLang's HiCache, and vLLM's offloading of finished 
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
@@ -37,13 +39,12 @@ _LONGEST = jnp.iinfo(jnp.int32).max
 
 def backs_up(group: Group) -> bool:
     """Whether blocks of the group can have backups."""
-    return group.host is not None and group.host.backup is not None
+    return group.backup is not None
 
 
 def _with_backups(group: Group) -> tuple[Host, jax.Array]:
     """The host tier of a group with backups, and `Host.backup`."""
-    assert group.host is not None and group.host.backup is not None
-    return group.host, group.host.backup
+    return group.host_tier, cast(jax.Array, group.backup)
 
 
 def has_backup(group: Group, ids: jax.Array) -> jax.Array:
@@ -162,28 +163,28 @@ def lacks_backups(group: Group, policy: EvictionPolicy, size: int, now: jax.Arra
 
 
 def settle(group: Group, policy: EvictionPolicy, now: jax.Array, when: jax.Array | bool = True) -> Group:
-    """Tells the host's policy about all blocks that are LEFT, in the order of their release, if `when`.
+    """Tells the host's policy about all LEFT blocks, in the order of their release, if `when`.
 
     It costs a pass over all blocks, so it is for use between loops.
     """
     blocks = group.blocks
     host, backup = _with_backups(group)
-    left = (backup == LEFT) & when
+    has_left = (backup == LEFT) & when
     waited = blocks.clock - blocks.released
-    order = jnp.lexsort((-waited, ~left)).astype(jnp.int32)
-    cached = pick(left & (blocks.refcount == 0), order)
+    order = jnp.lexsort((-waited, ~has_left)).astype(jnp.int32)
+    cached = pick(has_left & (blocks.refcount == 0), order)
     seen = blocks.replace(children=host.num_host_children)
     host = host.replace(
-        backup=jnp.where(left, NO_BLOCK, backup),
+        backup=jnp.where(has_left, NO_BLOCK, backup),
         policy=policy.touched(host.policy, seen, jnp.where(cached, order, NO_BLOCK), now),
     )
     return group.replace(host=host)
 
 
 def droppable(group: Group, exempt: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """bool[B]; blocks whose backups may be dropped; and i32[B], how long each of them and its followers have waited.
+    """bool[B]; blocks whose backups may be dropped. Also i32[B], the longest wait of each block and its followers.
 
-    A backup stays if the block, or one that follows it, has children on the host or is `exempt` bool[B].
+    A backup stays if the block or a follower has children on the host or is `exempt` bool[B].
     """
     blocks = group.blocks
     host, backup = _with_backups(group)
@@ -203,9 +204,9 @@ def droppable(group: Group, exempt: jax.Array | None = None) -> tuple[jax.Array,
 
 
 def make_room(group: Group, wanted: jax.Array, size: int, exempt: jax.Array | None = None) -> Group:
-    """Drops `wanted` i32[] backups, at most `size`, or all `droppable`: those of the blocks that will leave last.
+    """Drops `wanted` i32[] backups, at most `size`, or all `droppable` backups. Blocks leaving last lose theirs first.
 
-    Held blocks are the last to leave, then those released last. A prefix waits as long as the blocks that follow it.
+    Held blocks leave last, and before them the blocks released last. A prefix waits as long as its followers.
     """
     blocks = group.blocks
     may_drop, waited = droppable(group, exempt)
@@ -216,7 +217,7 @@ def make_room(group: Group, wanted: jax.Array, size: int, exempt: jax.Array | No
 
 
 def drop_failed(group: Group, copies: jax.Array) -> Group:
-    """Empties backups copies bool[B], whose K/V are lost, and the backups of all blocks that follow."""
+    """Empties backups copies bool[B], whose K/V are lost, and the backups of all followers."""
     blocks = group.blocks
     _, backup = _with_backups(group)
     parent = blocks.parent[:, 0]
@@ -249,5 +250,5 @@ def keep_rows(group: Group, blocks_back: jax.Array, hosts: jax.Array) -> Group:
     keeps = loop(lambda keeps: jnp.any(rooted(keeps) != keeps), rooted, keeps)
     where = (blocks_back >= 0) & (hosts >= 0) & pick(keeps, blocks_back)
     pair = jnp.concatenate([blocks_back, hosts])
-    other = jnp.concatenate([hosts, blocks_back])
-    return group.replace(host=host.replace(backup=put(backup, pair, other, jnp.concatenate([where, where]))))
+    partners = jnp.concatenate([hosts, blocks_back])
+    return group.replace(host=host.replace(backup=put(backup, pair, partners, jnp.concatenate([where, where]))))

@@ -45,11 +45,11 @@ def bring_back(
     )
     pair = jnp.concatenate([ids, free])
     both = jnp.concatenate([where, where])
-    other = jnp.concatenate([jnp.where(keeps, free, NO_BLOCK), jnp.where(keeps, ids, NO_BLOCK)])
+    partners = jnp.concatenate([jnp.where(keeps, free, NO_BLOCK), jnp.where(keeps, ids, NO_BLOCK)])
     is_empty = where & ~keeps
     host = host.replace(
         pool_row=put(pool_row, pair, jnp.concatenate([device_row, host_row]), both),
-        backup=put(backup, pair, other, both),
+        backup=put(backup, pair, partners, both),
         empty=put(empty, host.num_empty + rank(is_empty), free, is_empty),
         num_empty=host.num_empty + count(is_empty),
         num_host_children=add(host.num_host_children, parent, -1, has_parent, unique=False),

@@ -88,8 +88,8 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     condition = np.where(blocks.refcount > 0, Condition.ACTIVE, condition)
     unused = (condition == Condition.EMPTY) & (ids >= inspected.num_blocks) & (ids < len(inspected.empty)) & on_device
     condition = np.where(on_device, condition, condition + (Condition.ON_HOST_EMPTY - Condition.EMPTY))
-    if inspected.host is not None and inspected.host.backup is not None:
-        condition = np.where((inspected.host.backup >= 0) & (blocks.fill == 0), Condition.ON_HOST_BACKUP, condition)
+    if inspected.backup is not None:
+        condition = np.where((inspected.backup >= 0) & (blocks.fill == 0), Condition.ON_HOST_BACKUP, condition)
     written = np.maximum(reach(seqs.committed), blocks.fill)
     holes = np.zeros(table.shape, np.bool_) if group or seqs.holes is None else seqs.holes
     counted = is_block & ~holes & on_device[np.where(is_block, table, 0)]

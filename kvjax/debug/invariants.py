@@ -149,7 +149,7 @@ def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, 
 
 
 def _backup_rules(group: Any, on_host: np.ndarray, copies: np.ndarray) -> dict[str, Any]:
-    """The rules of a group with backups. The blocks `copies` bool[B] are backups, and those `on_host` on the host."""
+    """The rules of a group with backups. `copies` bool[B] are backups, and `on_host` bool[B] blocks of the host."""
     blocks = group.blocks
     host = group.host
     parent = blocks.parent[:, 0]
@@ -258,9 +258,9 @@ def _check_ring(group: Any, ring: Ring, device: bool) -> list[str]:
     position = int(ring.head) + np.arange(max(min(held, len(ring.order)), 0))
     ids = ring.order[position & (len(ring.order) - 1)]
     live = (_after(ring.stamp[ids], position) == 0) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
-    if group.tiered and group.host.backup is not None:  # the host's ring learns of those that left between loops
-        in_tier = in_tier & (group.host.backup != LEFT)
-        live = live & (group.host.backup[ids] != LEFT)
+    if group.backup is not None:  # the host's ring learns of LEFT blocks between loops
+        in_tier = in_tier & (group.backup != LEFT)
+        live = live & (group.backup[ids] != LEFT)
     cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & in_tier)
     return _failures(
         the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),

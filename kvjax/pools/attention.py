@@ -123,7 +123,7 @@ def attend(
             of_sinks = functools.partial(call, scales=scales, fixed_split=view.fixed_split, return_lse=True)
             result = _merged(result, _over_passed(of_sinks, pool, index, **passed))
         if context is not None:
-            result = context.merge(*result, sinks)
+            result = context.merge(result[0], result[1], sinks)
         return result if return_lse or not has_parts else result[0]
 
     operands = {

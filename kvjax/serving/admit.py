@@ -89,7 +89,7 @@ def _admit_one(
     spec = state.spec
     text = checked_text(state.spec, tokens, None)
     text = checked_prompt(text, request.num_tokens, request.namespace, spec.block_size)
-    in_program = serving.host is not None
+    in_program = serving.host_pools is not None
     if in_program:
         match = find_on_both(state, text, scheduler)
     else:

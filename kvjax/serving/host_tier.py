@@ -47,8 +47,7 @@ class HostTier[C: AnyCache]:
             compile_moves(state.cache.pools, cast(HostPools, host), group_index)
             if self.spec.backups:
                 self.call(TieredCache.backup, max_blocks=self._max_copied(group_index), group=group_index)
-            else:
-                self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
+            self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
         if self.groups:
             self.onboard(jax.device_get(state.serving.requests), 0, 0)  # refused, because it has no tokens
             state.serving = _leave(state.serving, np.int32(0), np.bool_(False))
@@ -119,11 +118,15 @@ class HostTier[C: AnyCache]:
                 is_over = events.ok or has_failed  # fewer moves would fail as well
                 target = num_empty if is_over else (num_empty + target) // 2
 
-    def make_empty(self, blocks: int) -> None:
-        """Offloads or copies blocks, so `blocks` can be taken in each group without a loss if the host has space."""
+    def prepare(self, blocks: int) -> None:
+        """Makes it possible to take this many blocks of each group without a loss, as far as the host has space."""
         if self.spec.backups:
             self.back_up(blocks)
-            return
+        else:
+            self.make_empty(blocks)
+
+    def make_empty(self, blocks: int) -> None:
+        """Offloads blocks until this many are empty in each group, as far as the host has space."""
         for group_index in self.groups:
             max_taken = self._max_taken(group_index)
             group_spec = self.spec.groups[group_index]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,8 @@ from kvjax.blocks.rows import Prompt, most_columns
 from kvjax.cache import Cache
 from kvjax.events.log import Log
 from kvjax.events.records import Events
-from kvjax.pools.host import move_inside
+from kvjax.events.transfer import Transfer
+from kvjax.pools.host import HostPools, move_inside
 from kvjax.serving.decode import append_events
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving
@@ -27,14 +30,14 @@ from kvjax.verbs.offload import complete
 
 
 def num_ahead(spec: CacheSpec, scheduler: Scheduler, width: int, group_index: int) -> int:
-    """The number of victims that a step copies ahead: the blocks that it can take, with an admission."""
+    """The number of victims to copy ahead: the blocks taken by a step and an admission, at most."""
     columns = most_columns(max(scheduler.max_steps(spec), scheduler.chunk_width(spec)), spec.block_size)
     num_taken = spec.max_seqs * columns + -(-width // spec.block_size)
     return min(num_taken, spec.groups[group_index].num_blocks)
 
 
 def backup_events(spec: CacheSpec, scheduler: Scheduler, width: int) -> int:
-    """The maximum events of `back_up`: blocks that the host evicts, in the first group with those of all windows."""
+    """The maximum events of `back_up`: blocks evicted by the host, and in the first group the blocks of all windows."""
     sizes = {index: num_ahead(spec, scheduler, width, index) for index in spec.host_groups}
     return sum(size * (len(spec.groups) if index == 0 else 1) for index, size in sizes.items())
 
@@ -61,10 +64,9 @@ def back_up(serving: Serving, log: Log, scheduler: Scheduler, now: jax.Array) ->
 
 def moved(serving: Serving, events: Events) -> Serving:
     """Makes the moves of events between the cache's pools and the host's."""
-    if events.transfer is None or serving.host is None:
-        return serving
-    pools, host = move_inside(serving.cache.pools, serving.host, events.transfer)
-    return serving.replace(cache=Cache(serving.cache.state, pools), host=host)
+    transfer = cast(Transfer, events.transfer)
+    pools, host = move_inside(serving.cache.pools, cast(HostPools, serving.host_pools), transfer)
+    return serving.replace(cache=Cache(serving.cache.state, pools), host_pools=host)
 
 
 def find_on_both(state: CacheState, prompt: Prompt, scheduler: Scheduler) -> Match:
@@ -80,7 +82,7 @@ def find_on_both(state: CacheState, prompt: Prompt, scheduler: Scheduler) -> Mat
     )
     num_blocks = jnp.where(is_far, match.num_uncopied, match.num_blocks)
     columns = np.arange(match.blocks.shape[0], dtype=np.int32)
-    whole = match.replace(
+    reusable = match.replace(
         blocks=jnp.where(columns < num_blocks, match.blocks, NO_BLOCK),
         num_blocks=num_blocks,
         source=jnp.where(is_far, NO_BLOCK, match.source),
@@ -88,4 +90,4 @@ def find_on_both(state: CacheState, prompt: Prompt, scheduler: Scheduler) -> Mat
         device_tokens=jnp.where(is_far, num_blocks * block_size, match.device_tokens),
         host_tokens=jnp.where(is_far, 0, match.host_tokens),
     )
-    return either(match.host_tokens >= scheduler.min_onboard * block_size, whole, on_device)
+    return either(match.host_tokens >= scheduler.min_onboard * block_size, reusable, on_device)

@@ -186,7 +186,7 @@ class PromptScores:
         first = leader.next_score
         end = min(first + self._size, len(leader.tokens))
         if self._host_tier.groups:
-            self._host_tier.make_empty(-(-end // self._spec.block_size) + 1)
+            self._host_tier.prepare(-(-end // self._spec.block_size) + 1)
         scored = self._score(model, leader, first, end)
         if leader.found_tokens is None and scored.count:
             for job in jobs:

@@ -199,7 +199,7 @@ class Serving(Pytree, static=("width", "logprobs")):
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for more chunks.
       onboard_slot: i32[]; slot of the request whose blocks on the host are brought back between loops; or -1.
       kept_rows: i32[W]; rows kept by finished requests, or -1. None releases all rows.
-      host: the host's pools, for steps that move blocks themselves. None means steps move nothing.
+      host_pools: the host's pools, for steps that move blocks themselves. None means steps move nothing.
       width: static; maximum tokens of a request when it is admitted.
       logprobs: static; "raw" or "sampling", the distribution of the log-probabilities (`sample`).
     """
@@ -219,7 +219,7 @@ class Serving(Pytree, static=("width", "logprobs")):
     width: int
     logprobs: str = "raw"
     kept_rows: jax.Array | None = None
-    host: HostPools | None = None
+    host_pools: HostPools | None = None
 
     @property
     def by_row(self) -> Requests:
@@ -292,7 +292,7 @@ def init_serving(
 
     Args:
       cache: the cache. Rows in use are left alone. With a `TieredCache`, whose spec has backups, the program of a step
-        also moves blocks between the tiers, and `serving.host` has the host's pools afterwards.
+        also moves blocks between the tiers, and `serving.host_pools` has the host's pools afterwards.
       max_tokens: maximum tokens of a request in each slot, including generated tokens.
       capacity: F, to reserve more than the slots need, so few shapes are compiled.
       width: maximum tokens of a request when it is admitted, including generated tokens of a preempted request. The
@@ -336,12 +336,12 @@ def init_serving(
     largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
     width = largest if width is None else static_int("width", width, 1)
     state = jax.device_put(state)
-    return Serving(cache=cache.cache, width=width, logprobs=logprobs, host=_host_of(cache), **state)
+    return Serving(cache=cache.cache, width=width, logprobs=logprobs, host_pools=_host_pools(cache), **state)
 
 
-def _host_of(cache: AnyCache) -> HostPools | None:
+def _host_pools(cache: AnyCache) -> HostPools | None:
     """The host's pools of a cache, for a program that moves blocks. None without a host tier."""
-    if cache.host is not None and not cache.state.spec.backups:
+    if not isinstance(cache, Cache) and not cache.state.spec.backups:
         raise ValueError("cache: got a TieredCache without backups, wanted a Cache or make_spec(backups=True)")
     return cache.host
 

@@ -216,7 +216,7 @@ def rollout[C: AnyCache](
         finish = jnp.where(goes_on, int(Finish.NONE), flat.finish)
         flat = flat.replace(finish=finish, logits_state=serving.requests.logits_state)
     completions = jax.tree.map(lambda x: x.reshape(num_prompts, num_samples, *x.shape[1:]), flat)
-    return completions, cast(C, joined(serving.cache, serving.host)), log
+    return completions, cast(C, joined(serving.cache, serving.host_pools)), log
 
 
 def _with_versions(flat: Rollout, resume: Rollout | None, version: jax.Array | None) -> Rollout:

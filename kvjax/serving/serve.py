@@ -90,7 +90,7 @@ def serve_step(
     now = integers("now", now, ())
     k = scheduler.max_steps(spec)
     log_room = worst_step(spec, scheduler)
-    if serving.host is not None:
+    if serving.host_pools is not None:
         serving, log = back_up(serving, log, scheduler, now)
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
@@ -228,10 +228,10 @@ def serve(
 ) -> tuple[Serving, Log]:
     """Steps until all requests are over, the model has run `steps` times, or the log may be too small for another step.
 
-    If `serving.host` has the host's pools, the program moves blocks between the tiers itself: each step copies the next
-    victims to the host, and admissions bring blocks back. Otherwise, with a host tier the loop also ends in four cases.
-    `serving.onboard_slot` names a request for blocks on the host. `preempt.swaps` finds a row to swap out or in. The
-    next step may evict blocks that have no copy on the host, and the scheduler has `stop_before_loss`: call `backup`.
+    With `serving.host_pools` the program moves blocks between the tiers itself: each step copies the next victims to
+    the host, and admissions bring blocks back. Otherwise, with a host tier the loop also ends in four
+    cases. `serving.onboard_slot` names a request for blocks on the host. `preempt.swaps` finds a row to swap out or in.
+    The next step may evict blocks without copies on the host, and the scheduler has `stop_before_loss`: call `backup`.
     Or `serving.refused` is 1: blocks were refused in spite of the count, because a loop does not evict blocks with
     children on the host. Then call `backup`, or empty some blocks (`watermark`), and set it to 0. Otherwise the next
     step preempts.
@@ -243,7 +243,7 @@ def serve(
     end = serving.steps + steps
     step_events = worst_step(spec, scheduler)
     events_of_admission = admission_events(spec, serving.width)
-    if serving.host is not None:
+    if serving.host_pools is not None:
         events_of_admission += backup_events(spec, scheduler, serving.width)
 
     def goes_on(serving: Serving, log: Log) -> jax.Array:
@@ -297,7 +297,7 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     scheduler = dataclasses.replace(scheduler, preempt="recompute")
     top = serving.requests.top
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)
-    serving = without_pools(serving).replace(requests=requests, onboard_slot=jnp.int32(-1), host=None)
+    serving = without_pools(serving).replace(requests=requests, onboard_slot=jnp.int32(-1), host_pools=None)
     end = serving.steps + steps
 
     def run(serving: Serving) -> Serving:

@@ -198,7 +198,12 @@ class _Trial:
             quick = {"xla_backend_optimization_level": 0}
             self._programs[key] = jax.jit(run, compiler_options=quick), order
         program, order = self._programs[key]
-        logits, pools, noted = program(self.model, tokens, pools, view, np.asarray(last, np.int32))
+        try:
+            logits, pools, noted = program(self.model, tokens, pools, view, np.asarray(last, np.int32))
+        except ValueError as error:  # a mistake in calls of this shape alone
+            if edit is not None:
+                raise
+            raise AssertionError(f"{error}, in a call with tokens i32{list(tokens.shape)}") from error
         arrays = [np.asarray(array, np.float32) for array in jax.device_get(noted)]
         return _Run(np.asarray(logits, np.float32), pools, dict(zip(order, arrays, strict=True)))
 

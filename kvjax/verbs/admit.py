@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, fence, is_among, pick
 from kvjax.blocks import windows
+from kvjax.blocks.backups import backs_up
 from kvjax.blocks.bring_back import bring_back
 from kvjax.blocks.holders import hold, hold_source, unhold_sources
 from kvjax.blocks.match import longest_match
@@ -360,7 +361,7 @@ def _take(
         group = hold_source(group, source)
         onboarded, _ = compact(jnp.where(hits.on_host & ok, hits.blocks, NO_BLOCK))
         policy = windows.policy_of(state, group_index)
-        comes_back = in_program and group.tiered
+        comes_back = in_program and backs_up(group)
         new = take(
             group,
             group_index,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`backup` copies the blocks that will leave the device next to the host. It orders moves as `offload` does."""
+"""`backup` copies the next victims of the device to the host. It orders moves as `offload` does."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from kvjax.verbs.offload import tiered_group
 
 @on_state
 def backup(state: CacheState, *, max_blocks: int, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Copies the blocks that will leave the device next to the host. They stay on the device.
+    """Copies the next victims of the device to the host. They stay on the device too.
 
     A block with a copy leaves the device without a move, inside a jitted loop too: it is found on the host from then
-    on. The call looks at the policy's next `max_blocks` victims. Those without a copy get one, after the blocks of
-    their prefixes. On the host, copies take the place of empty blocks, then of copies of blocks that will leave the
-    device later, then of the blocks that would be evicted from the host next.
+    on. The call looks at the policy's next `max_blocks` victims, and copies all without a copy, after the blocks of
+    their prefixes. On the host, copies take the place of empty blocks, then of the copies with the most time left,
+    then of the host's next victims.
 
     Until `complete`, no loop evicts a block whose copy is on the move. If copies fail, `complete` drops them, and
-    nothing else changes. A block that comes back from the host keeps its copy there, as long as the host has other
-    blocks to give.
+    nothing else changes. A block coming back from the host keeps its copy there, as long as the host has other blocks
+    to give.
 
     Args:
       state: the cache. Its spec has backups.
@@ -108,8 +108,8 @@ def _next_to_copy(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the blocks to copy: i32[size], in order and packed to the front, and i32[], their number.
 
-    They are victims among the policy's next `size` with bool[B] `is_kept`, and blocks of their prefixes, which come
-    first. Also returns bool[B], all such blocks, with a backup or without.
+    Among the policy's next `size` victims it takes blocks with bool[B] `is_kept`, after the blocks of their prefixes.
+    Also returns bool[B], all such blocks, with a backup or without.
     """
     blocks = group.blocks
     host = host_of(group)
@@ -147,7 +147,7 @@ def _evict_from_host(
 ) -> tuple[Group, jax.Array]:
     """Evicts the host's victims until `num_wanted` i32[] of its blocks are empty, as far as it has any.
 
-    All of them leave or none, because the policy's state has already lost those that it names. Also returns records,
+    All of them leave or none, because the policy's state has already lost the named blocks. Also returns records,
     removed.
     """
     host = host_of(group)

@@ -12,12 +12,14 @@ import pytest
 
 import kvjax
 import pallas_kernels
+from kvjax.pools.views import mixed
 from pallas_kernels import derivative, mosaic, tpu, triton, xla
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, token_rows
 from tests.drive import output_of
 from tests.kernels import interpret_tpu
 from tests.kernels.attention import Case, options_for
 from tests.kernels.chosen import check_chosen
+from tests.poison import poisoned
 
 LENGTHS, COUNTS = [1, 0, 37, 16, 70], [1, 0, 20, 1, 7]
 SHAPES = [(2, 2, 16, 4), (3, 1, 64, 8), (2, 2, 128, 4), (1, 4, 160, 8)]  # kv heads, group, width, block size
@@ -143,6 +145,45 @@ def test_the_kernel_prefills(dtype, rows, name):
     counts = [min(length, count) for length, count in zip(ROWS[rows], (3, 5, 7, 1), strict=False)]
     options = {"scale": 0.1, "max_count": 7, **OPTIONS[name]}
     check(tpu.prefill_attention, xla.prefill_attention, prefill_args(case, counts), dtype, **options)
+
+
+# Four rows, of which the third is free: tokens to attend to, and how many of them are queries.
+TOKENS, QUERIES = [20, 5, 0, 9], [3, 1, 0, 7]
+VIEWS = {
+    "decode": lambda state: kvjax.view(state, [1, 1, 0, 1], 1),
+    "padded": lambda state: kvjax.view(state, QUERIES, 8),
+    "ragged": lambda state: kvjax.ragged(state, QUERIES, size=14),
+    "mixed": lambda state: mixed(state, [False, True, False, False], [3, 0, -1], [7, 3, 0], 12),
+}
+
+
+@pytest.mark.parametrize(
+    "form", ["mixed", *(pytest.param(form, marks=pytest.mark.slow) for form in VIEWS if form != "mixed")]
+)
+@pytest.mark.long
+def test_the_kernel_serves_all_views(form, monkeypatch):
+    """`attend` of each form of view, over pools with NaN in each slot without a token, by jax's kernel and by XLA."""
+    layers = [kvjax.LayerSpec(2, 128)] * 2
+    sizes = {"num_blocks": 12, "max_seqs": 4, "max_length": 32, "block_size": 8, "dtype": "float32"}
+    cache = kvjax.Cache.create(kvjax.make_spec(layers, layout="tokens", **sizes))
+    cache = cache.replace(pools=poisoned(cache.pools))
+    state = cache.state
+    for seq, length in enumerate(TOKENS):
+        if length:
+            state, _ = kvjax.admit(state, seq, np.arange(seq, seq + 32), length)
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((4, 32, 2, 128)), jnp.float32) for _ in range(2))
+    pools = kvjax.write(cache.pools, 1, k, v, kvjax.view(state, TOKENS, 32))
+    written = np.array(TOKENS) - QUERIES
+    state, _ = kvjax.commit(state, np.arange(32) + np.arange(4)[:, None], written)
+    view = VIEWS[form](state)
+    q = jnp.asarray(rng.standard_normal((*view.positions.shape, 4, 128)), jnp.float32)
+    wanted = kvjax.attend(q, pools, 1, view, soft_cap=2.0, implementation="xla")
+    monkeypatch.delitem(pallas_kernels.PLATFORMS, "tpu")  # the interpreter runs it here
+    with interpret_tpu.installed():
+        got = jax.jit(lambda q: kvjax.attend(q, pools, 1, view, soft_cap=2.0, implementation="tpu"))(q)
+    np.testing.assert_allclose(got, wanted, rtol=5e-6, atol=5e-6)
+    assert np.any(np.asarray(wanted))
 
 
 @pytest.mark.slow

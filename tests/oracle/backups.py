@@ -82,7 +82,7 @@ class Backups:
             group.blocks[b].backed, group.blocks[b].copying = False, 0
 
     def _droppable(self, group: Group, exempt: Collection[int] = ()) -> dict[int, int]:
-        """How long each block whose copy may be dropped has waited. A prefix has waited as long as what follows it."""
+        """Blocks whose copies may be dropped, and the time that each has waited, a prefix as long as its followers."""
         blocks, waited = group.blocks, dict[int, int]()
         stay: set[int] = set()
         followed = {self._parent(node) for node, b in group.index.items() if blocks[b].host and not group.number}

@@ -213,7 +213,7 @@ def test_a_right_model_passes():
 
 
 def scanned(mistake):
-    """Three layers in a scan, where a trace cannot see which layers are written."""
+    """Three layers in a scan with remat, where a trace cannot see which layers are written."""
     embed = jax.random.normal(jax.random.key(0), (V, D))
 
     def model(embed, tokens, pools, view, *, last):
@@ -225,7 +225,8 @@ def scanned(mistake):
             x = x + kvjax.attend(h, new, layer, view)[:, :, 0]
             return (x, pools if mistake == "result dropped" else new), None
 
-        (x, pools), _ = jax.lax.scan(block, (embed[tokens], pools), jnp.arange(3, dtype=jnp.int32))
+        layers = jnp.arange(3, dtype=jnp.int32)
+        (x, pools), _ = jax.lax.scan(jax.checkpoint(block), (embed[tokens], pools), layers)
         return x[jnp.arange(x.shape[0]), last] @ embed.T, pools
 
     return jax.tree_util.Partial(model, embed)
@@ -252,3 +253,18 @@ def test_a_model_without_a_cache_passes():
 
     spec = kvjax.make_spec([kvjax.LayerSpec(1, D)], num_blocks=8, max_seqs=1, max_length=32)
     assert max(check_model(jax.tree_util.Partial(next_number), spec).values()) == 0
+
+
+def test_a_mistake_of_a_form_alone_is_named():
+    """A branch for one token, which forgets the result of the write."""
+
+    def model(embed, tokens, pools, view, *, last):
+        h = embed[tokens][:, :, None]
+        new = kvjax.write(pools, 0, h, h, view)
+        x = kvjax.attend(h, pools if tokens.shape[1] == 1 else new, 0, view)[:, :, 0]
+        return x[jnp.arange(x.shape[0]), last] @ embed.T, new
+
+    spec = kvjax.make_spec([kvjax.LayerSpec(1, D)], num_blocks=8, max_seqs=1, max_length=32)
+    message = r"^pools: attend of layer 0 takes the pools that the model was given, .* with tokens i32\[1, 1\]"
+    with pytest.raises(AssertionError, match=message):
+        check_model(jax.tree_util.Partial(model, jnp.eye(V, D)), spec)
