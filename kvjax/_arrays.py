@@ -34,12 +34,14 @@ def pick[T](x: T, index: Any) -> T:
     `index` is i32[...], or a tuple of such arrays for the leading axes. An index out of range reads an arbitrary
     element, so mask the result.
     """
-    if not isinstance(index, tuple) and np.ndim(index) == 0 and not pallas_kernels.lowers_for("cuda"):
-        return jax.tree.map(lambda a: _row(jnp.asarray(a), index), x)
+    is_row = not isinstance(index, tuple) and np.ndim(index) == 0 and not pallas_kernels.lowers_for("cuda")
 
     def read(array: Any) -> jax.Array:
         array = jnp.asarray(array)
-        return array.at[_by_element(array, index)].get(mode="clip", wrap_negative_indices=False)
+        array_index = _by_element(array, index)
+        if is_row and array_index is index:
+            return _row(array, index)
+        return array.at[array_index].get(mode="clip", wrap_negative_indices=False)
 
     return jax.tree.map(read, x)
 

@@ -8,7 +8,7 @@ Two rows share a prompt of three blocks, and row 0 has let go of columns 1 and 3
 
 K/V computed after a hole are not the K/V of the row's prefix. So a row with a hole publishes nothing, and no other
 request can find its K/V. A row of a sparse cache, whose views may read a part of its blocks, publishes nothing either
-after a commit that does not call its K/V exact.
+after a commit without `exact=True`.
 
 Block 4 stays in row 0's table while row 1 reads it: every holder of a findable block holds the whole prefix, and
 eviction relies on it. When only holes have a block, the next call of `thin` frees it. If rows still hold findable
@@ -34,7 +34,7 @@ from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group, Sequences
 
 
 def without_private(seqs: Sequences, filled: Filled) -> Filled:
-    """Leaves out the filled blocks of rows that publish nothing: these blocks are not merged either."""
+    """Leaves out the filled blocks of rows with holes or approximate K/V: they are neither published nor merged."""
     where = filled.where
     if seqs.holes is not None:
         where = where & ~jnp.any(pick(seqs.holes, filled.row), axis=-1)

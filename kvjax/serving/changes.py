@@ -77,7 +77,14 @@ class Changes:
         if change.kind == "wake" or kind in self._prepared or driver is None:
             return
         shapes = without_pools(driver.state.serving)
-        serving = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), shapes)
+
+        def placed(value: Any, like: jax.Array) -> jax.Array:
+            return jax.device_put(np.asarray(value, like.dtype), like.sharding)
+
+        serving = jax.tree.map(lambda x: placed(np.zeros(x.shape), x), shapes)
+        state = jax.tree.map(placed, thread.empty_state, shapes.cache.state)  # zeros are no valid index
+        row = placed(np.full(shapes.row.shape, -1), shapes.row)
+        serving = serving.replace(cache=Cache(state, shapes.cache.pools), row=row)
         requests = serving.requests
         kept = np.zeros(requests.stage.shape, np.int32), jax.tree.map(np.array, requests.logits_state)
         rows = np.zeros(serving.row.shape, np.bool_)

@@ -253,7 +253,7 @@ class Engine[C: AnyCache]:
         """
         if keep not in ("none", "host"):
             raise ValueError(f"keep: got {keep!r}, wanted 'none' or 'host'")
-        if keep == "host" and not self.spec.has_host:
+        if keep == "host" and not self.spec.host_groups:
             raise ValueError("keep: got 'host', wanted 'none' (the cache has no host tier)")
         self._make(Change("sleep", keep=keep))
 

@@ -156,7 +156,7 @@ class EngineThread(threading.Thread):
         self._gives_all_logits = False  # whether the model is known to give them
         self._max_lent = _FEW_SALTS  # with more salts, unused numbers are given back
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
-        self._empty = jax.device_get(_emptied(cache.state))
+        self.empty_state = jax.device_get(_emptied(cache.state))
         self._begin(cache)
 
     def check_scores(self) -> None:
@@ -424,7 +424,7 @@ class EngineThread(threading.Thread):
     def _empty_cache(self) -> Any:
         """Makes an empty cache with the shapes of the first cache."""
         shapes: Any = self._shapes
-        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self._empty, shapes.state)
+        state = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), self.empty_state, shapes.state)
         pools = self.empty_pools()
         pools, host = init_host_pools(pools) if shapes.host else (pools, None)
         return joined(Cache(state, pools), host)

@@ -43,7 +43,7 @@ def result_of(target, case):
 @pytest.mark.parametrize(("target", "case"), PROGRAMS)
 def test_pools_stay_in_place(target, case):
     result = result_of(target, case)
-    assert result["temporaries"] < tpu_compile.LIMIT * result["pool"]
+    assert result["temporaries"] < tpu_compile.LIMITS.get(case, tpu_compile.LIMIT) * result["pool"]
     if not (case.endswith("mesh") and case.startswith(tpu_compile.WITH_MODEL)):
         assert not result["collectives"]
     else:  # the model adds up its projections, and looks up and chooses tokens in a divided vocabulary

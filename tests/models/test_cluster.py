@@ -211,8 +211,11 @@ def test_a_stream_whose_replica_ends_has_an_error_and_an_end():
     assert sent[:2] == [START, event(b"1")] and closed == [1]
     error = json.loads(sent[2]["body"].decode().removeprefix("data: "))
     assert error["error"] == {
-        "message": "the replica has ended", "type": "server_error", "param": None, "code": "engine_error"
-    }  # fmt: skip
+        "message": "the replica has ended",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_error",
+    }
     assert sent[2]["more_body"] is False and sent[2]["body"].endswith(b"\n\n")
     sent, _ = forwarded([START, event(b"1")])  # the replica sends no end
     assert b"only a part" in sent[2]["body"]
@@ -227,12 +230,10 @@ def test_a_stream_of_responses_ends_with_a_failed_response():
     assert kind == "event: response.failed"
     assert json.loads(data.removeprefix("data: ")) == {
         "type": "response.failed",
-        "response": {
-            "id": "resp_1", "status": "failed", "error": {"code": "server_error", "message": "it has ended"}
-        },
+        "response": {"id": "resp_1", "status": "failed", "error": {"code": "server_error", "message": "it has ended"}},
         "request_id": "an id",
         "sequence_number": 2,
-    }  # fmt: skip
+    }
 
 
 def test_half_a_response_that_is_no_stream_ends_its_connection():
@@ -370,9 +371,14 @@ def test_a_front_reads_the_tokens_and_the_salt_that_a_replica_caches(front):
 def test_a_front_answers_as_a_server_does(front):
     app, _ = front
     wrong = [
-        post(prompt="a", model="no"), post(prompt="a", max_tokens=10**6), post(prompt="a " * 400), post(prompt=7),
-        ("GET", "/v1/models/no", None), ("GET", "/nowhere", None), ("POST", "/tokenize", {"prompt": 1}),
-    ]  # fmt: skip
+        post(prompt="a", model="no"),
+        post(prompt="a", max_tokens=10**6),
+        post(prompt="a " * 400),
+        post(prompt=7),
+        ("GET", "/v1/models/no", None),
+        ("GET", "/nowhere", None),
+        ("POST", "/tokenize", {"prompt": 1}),
+    ]
     responses = asked(app, *wrong)
     assert [response.status_code for response in responses] == [404, 400, 400, 400, 404, 404, 400]
     for response in responses:

@@ -776,7 +776,6 @@ CONFIGS = {
     "drafts, host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, drafts=True),
     "drafts, windows, int8": Serves((FULL, (6, 1)), dtype="int8", drafts=True),
     "drafts, recurrent, latents": Serves((FULL, bytes_machine.RECURRENT, bytes_machine.LATENT), drafts=True),
-    "drafts, mesh": Serves((FULL, bytes_machine.RECURRENT), heads=2, drafts=True),
     "recurrent, host": Serves((FULL, bytes_machine.RECURRENT, bytes_machine.LATENT), host=5, scheduler=SHORT),
 }
 

@@ -10,8 +10,7 @@ import kvjax
 import pallas_kernels
 from kvjax.pools import block_mass, key_bounds
 from kvjax.pools.placement import num_shards
-from kvjax.stores import DiskStore, load, save
-from tests import drive, serving_kit
+from kvjax.stores import load, save
 from tests.mesh import AUTO
 
 LAYERS = [kvjax.LayerSpec(2, 16)] * 2
@@ -114,29 +113,6 @@ def test_blocks_outside_of_pools_have_one_form(source):
         wanted = jnp.zeros_like(blocks).at[rows[0][:2]].set(blocks[rows[0][:2]])
         everything = kvjax.stores.gather(got, [np.arange(9, dtype=np.int32)])
         np.testing.assert_array_equal(everything.arrays[0][0], wanted)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("writer", ["heads", "tokens"])
-def test_a_disk_and_a_host_tier_serve_either_layout(writer, tmp_path):
-    """A batch writes a disk, and a batch of the other layout reads it, with moves between its tiers."""
-    reader = "tokens" if writer == "heads" else "heads"
-    prompts = [list(range(start, start + 13)) for start in (0, 5, 10)]
-    expected = None
-    stored = []
-    for layout in (writer, reader):
-        sizes = {"num_blocks": 12, "num_host_blocks": 6, "max_seqs": 2, "retention": True}
-        spec = spec_of(layout, [kvjax.LayerSpec(1, serving_kit.DIM)] * 2, **sizes)
-        options = {"model": "m", "names": kvjax.Namespaces(), "max_bytes": 1 << 20, "read_timeout_ms": 60_000}
-        with DiskStore(tmp_path, spec, **options) as store:
-            outputs, _, _ = drive.run_batch(
-                serving_kit.MODEL, serving_kit.empty(spec), prompts, max_new_tokens=5, store=store
-            )
-        stored.append(sum(output.stored_tokens for output in outputs))
-        answers = [output.tokens for output in outputs]
-        expected = expected or answers
-        assert answers == expected
-    assert stored[0] == 0 and stored[1] >= 3 * 12
 
 
 def test_events_and_drawings_do_not_depend_on_the_layout():

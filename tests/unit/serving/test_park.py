@@ -135,7 +135,7 @@ def test_parking_is_refused_as_a_whole_if_others_hold_blocks():
     parked, events = PARK(serving, scheduler=SCHEDULER)
     assert not bool(events.ok) and not kvjax.to_list(events)
     same = kvjax.serving.unpark(parked, serving.cache.pools)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), same, serving))
+    jax.tree.map(np.testing.assert_array_equal, same, serving)
     with pytest.raises(ValueError, match=r"^pools: got pools of CacheSpec"):
         kvjax.serving.unpark(parked, kvjax.pools.init_pools(make_spec("windows")))
 
