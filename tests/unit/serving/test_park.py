@@ -16,6 +16,7 @@ import kvjax
 from kvjax import Sampling
 from kvjax.ledger import pool_bytes
 from kvjax.serving import EngineError, QueueFull
+from kvjax.serving.requests import Stage
 from kvjax.stores import DiskStore
 from tests import drive
 from tests.compiles import no_compiles
@@ -198,6 +199,7 @@ def live_bytes():
 def test_a_sleeping_engine_frees_its_pools_and_goes_on_with_the_same_tokens(monkeypatch):
     turned = Turned(monkeypatch)
     handles = turned.begun()
+    turned.thread.read_all()
     before, num_tokens = live_bytes(), [len(handle.output.tokens) for handle in handles]
     pools = pool_bytes(turned.engine.spec)[0]
     turned.change("sleep").result(0)
@@ -281,6 +283,7 @@ def test_recompute_keeps_tokens_and_goes_on_with_the_new_weights(monkeypatch, as
     handles = turned.begun()
     if asleep:
         turned.change("sleep").result(0)
+    turned.thread.read_all()
     counts = [len(handle.output.tokens) for handle in handles]
     assert turned.update(OTHER, "recompute", forget=False).result(0) == 1
     if asleep:
@@ -294,7 +297,8 @@ def test_recompute_keeps_tokens_and_goes_on_with_the_new_weights(monkeypatch, as
 def test_finish_ends_requests_with_the_old_weights_and_others_wait(monkeypatch):
     turned = Turned(monkeypatch)
     handles = turned.begun()
-    begun = [bool(handle.output.tokens) for handle in handles]
+    turned.thread.read_all()
+    begun = [bool(handle.output.tokens) or handle.job.stage == Stage.RUNNING for handle in handles]
     assert not all(begun)
     done = turned.update(OTHER, "finish")
     assert not done.done()
