@@ -152,14 +152,9 @@ def rollout[C: AnyCache](
     num_samples = static_int("samples", samples, 1)
     max_new = static_int("max_new_tokens", max_new_tokens, 1)
     scheduler = Scheduler() if scheduler is None else scheduler
-    spec = cache.state.spec
-    if not isinstance(scheduler, Scheduler):
-        raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
     check_logprobs(logprobs)
-    if logits_state is None:
-        default = initial_state(logits_fn)
-        logits_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_prompts, *np.shape(x))), default)
-    _check(spec, scheduler, (num_prompts, num_samples), keep_rows, logits_state)
+    logits_state = _first_states(logits_fn, num_prompts) if logits_state is None else logits_state
+    _check(cache.state.spec, scheduler, (num_prompts, num_samples), keep_rows, logits_state)
     if resume_rows is not None:
         cache, log = _without_rows(cache, integers("resume_rows", resume_rows), log, now)
     lengths = jnp.where(lengths <= width, lengths, 0)  # too many tokens are refused, like none
@@ -170,7 +165,6 @@ def rollout[C: AnyCache](
         return jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), values)
 
     entry = np.arange(num_outputs, dtype=np.int32)
-    leader = _leaders(cache, num_prompts, num_samples)
     stop_ids = integers("stop_tokens", stop_tokens if np.size(stop_tokens) else np.zeros(0, np.int32), ("K",))
     sampling = (Sampling(temperature=1.0) if sampling is None else sampling).each_row(num_prompts)
 
@@ -184,8 +178,7 @@ def rollout[C: AnyCache](
         speculates=drafter is not None,
     )
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
-    kept_rows = jnp.full((num_outputs,), -1, jnp.int32) if keep_rows else None
-    serving = serving.replace(requests=requests, kept_rows=kept_rows)
+    serving = serving.replace(requests=requests, kept_rows=jnp.full_like(entry, -1) if keep_rows else None)
 
     serving, status, _, generations = submit(
         serving,
@@ -198,7 +191,7 @@ def rollout[C: AnyCache](
         seed=_seeds(seed, seeds, num_prompts, num_samples),
         sampling=each(sampling),
         stop_tokens=stop_ids,
-        sample_of=jnp.where(leader < entry, leader, -1),
+        sample_of=_leaders(cache, num_prompts, num_samples),
         logits_state=each(logits_state),
     )
 
@@ -210,11 +203,16 @@ def rollout[C: AnyCache](
     flat = _completions(serving, status, each(lengths), max_new)
     flat = _with_versions(flat, resume, None if version is None else integers("version", version, ()))
     if end is not None:
-        goes_on = (flat.finish == Finish.CANCELLED) & (status == Status.OK) & (serving.steps >= end)
-        finish = jnp.where(goes_on, int(Finish.NONE), flat.finish)
-        flat = flat.replace(finish=finish, logits_state=serving.requests.logits_state)
+        flat = _resumable(flat, serving, (status == Status.OK) & (serving.steps >= end))
     completions = jax.tree.map(lambda x: x.reshape(num_prompts, num_samples, *x.shape[1:]), flat)
     return completions, cast(C, joined(serving.cache, serving.host_pools)), log
+
+
+def _resumable(flat: Rollout, serving: Serving, has_ended: jax.Array) -> Rollout:
+    """Leaves completions that the last step cut off, where bool[B * G], without a `finish` and with their states."""
+    is_cut_off = (flat.finish == Finish.CANCELLED) & has_ended
+    finish = jnp.where(is_cut_off, int(Finish.NONE), flat.finish)
+    return flat.replace(finish=finish, logits_state=serving.requests.logits_state)
 
 
 def _with_versions(flat: Rollout, resume: Rollout | None, version: jax.Array | None) -> Rollout:
@@ -267,15 +265,22 @@ def _without_rows[C: AnyCache](cache: C, rows: jax.Array, log: Log, now: Any) ->
     return cast(C, joined(released, cache.host)), append_events(log, events)
 
 
-def _leaders(cache: AnyCache, num_prompts: int, num_samples: int) -> jax.Array:
-    """i32[B * G]; for each completion, the first completion running together with it.
+def _first_states(logits_fn: LogitsFn | None, num_prompts: int) -> Any:
+    """Repeats the `initial_state` of `logits_fn` for each prompt."""
+    default = initial_state(logits_fn)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_prompts, *np.shape(x))), default)
 
-    This is the first sample of its prompt. If a prompt has more samples than there are free rows, they form several
-    groups, which run in turn.
+
+def _leaders(cache: AnyCache, num_prompts: int, num_samples: int) -> jax.Array:
+    """i32[B * G]; for each completion, the first completion running together with it, or -1 if it is the first itself.
+
+    The first is the first sample of its prompt. If a prompt has more samples than there are free rows, they form
+    several groups, which run in turn.
     """
     num_free = jnp.maximum(jnp.sum(cache.state.seqs.length == 0, dtype=jnp.int32), 1)
     distance = jnp.tile(np.arange(num_samples, dtype=np.int32) % num_free, num_prompts)
-    return jnp.arange(num_prompts * num_samples, dtype=jnp.int32) - distance
+    leader = jnp.arange(num_prompts * num_samples, dtype=jnp.int32) - distance
+    return jnp.where(distance > 0, leader, -1)
 
 
 def _run(
@@ -336,6 +341,8 @@ def rollout_log(
 def _check(spec: CacheSpec, scheduler: Scheduler, outputs: tuple[int, int], keep_rows: bool, logits_state: Any) -> None:
     """Raises a ValueError for options that do not fit the cache, or the shape (B, G) of `outputs`."""
     num_prompts, num_samples = outputs
+    if not isinstance(scheduler, Scheduler):
+        raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
     scheduler.check(spec)
     if scheduler.preempt == "swap":
         raise ValueError("scheduler: got preempt='swap', wanted 'recompute' (a program moves nothing)")

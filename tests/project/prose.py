@@ -27,7 +27,6 @@ ROOMS = (
     "blocks",
     "debug",
     "events",
-    "gpu",
     "grammar",
     "interop",
     "policies",
