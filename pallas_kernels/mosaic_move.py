@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +74,10 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str)
     kernel = functools.partial(_kernel, chunks=chunks, programs=programs, dtype=target.dtype)
     is_new = isinstance(target, jax.ShapeDtypeStruct)
     out_type = jax.ShapeDtypeStruct((target.shape[0], *cut[1:]), target.dtype) if is_new else ()
-    run = pl.kernel(
-        kernel if is_new or source is not None else lambda *refs: kernel(*refs[:3], refs[3], refs[3]),
+    run: Any = pl.kernel(
+        kernel
+        if is_new or source is not None
+        else lambda count, froms, tos, pool: kernel(count, froms, tos, pool, pool),
         out_type,
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",), num_threads=1, thread_name="warpgroup"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

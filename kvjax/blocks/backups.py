@@ -42,7 +42,7 @@ def backs_up(group: Group) -> bool:
     return group.backup is not None
 
 
-def _with_backups(group: Group) -> tuple[Host, jax.Array]:
+def with_backups(group: Group) -> tuple[Host, jax.Array]:
     """The host tier of a group with backups, and `Host.backup`."""
     return group.host_tier, cast(jax.Array, group.backup)
 
@@ -51,14 +51,14 @@ def has_backup(group: Group, ids: jax.Array) -> jax.Array:
     """bool[...]; whether blocks ids i32[...] on the device have backups whose K/V have arrived."""
     if not backs_up(group):
         return jnp.zeros(ids.shape, jnp.bool_)
-    _, backup = _with_backups(group)
+    _, backup = with_backups(group)
     copy = pick(backup, ids)
     return (ids >= 0) & (copy >= 0) & group.arrived(copy) & (pick(group.blocks.fill, ids) > 0)
 
 
 def is_backup(group: Group) -> jax.Array:
     """bool[B]; the blocks that are backups."""
-    _, backup = _with_backups(group)
+    _, backup = with_backups(group)
     return (backup >= 0) & (group.blocks.fill == 0)
 
 
@@ -66,7 +66,7 @@ def drop_backups(group: Group, ids: jax.Array, where: jax.Array) -> Group:
     """Empties the backups of blocks ids i32[K], all different, where bool[K]. Blocks without one are skipped."""
     if not backs_up(group):
         return group
-    host, backup = _with_backups(group)
+    host, backup = with_backups(group)
     copy = pick(backup, ids)
     marked = where & (copy != NO_BLOCK)
     where = where & (copy >= 0)
@@ -98,7 +98,7 @@ def leave_by_backup(
     blocks on the device, in place of the blocks; and K records, updated.
     """
     blocks = group.blocks
-    host, backup = _with_backups(group)
+    host, backup = with_backups(group)
     copy = pick(backup, ids)
     device_row = pick(host.pool_row, ids)
     host_row = pick(host.pool_row, copy)
@@ -168,7 +168,7 @@ def settle(group: Group, policy: EvictionPolicy, now: jax.Array, when: jax.Array
     It costs a pass over all blocks, so it is for use between loops.
     """
     blocks = group.blocks
-    host, backup = _with_backups(group)
+    host, backup = with_backups(group)
     has_left = (backup == LEFT) & when
     waited = blocks.clock - blocks.released
     order = jnp.lexsort((-waited, ~has_left)).astype(jnp.int32)
@@ -187,7 +187,7 @@ def droppable(group: Group, exempt: jax.Array | None = None) -> tuple[jax.Array,
     A backup stays if the block or a follower has children on the host or is `exempt` bool[B].
     """
     blocks = group.blocks
-    host, backup = _with_backups(group)
+    host, backup = with_backups(group)
     parent = blocks.parent[:, 0]
     backed = (backup >= 0) & (blocks.fill > 0)
     waited = jnp.where(blocks.refcount > 0, -1, blocks.clock - blocks.released)
@@ -219,7 +219,7 @@ def make_room(group: Group, wanted: jax.Array, size: int, exempt: jax.Array | No
 def drop_failed(group: Group, copies: jax.Array) -> Group:
     """Empties backups copies bool[B], whose K/V are lost, and the backups of all followers."""
     blocks = group.blocks
-    _, backup = _with_backups(group)
+    _, backup = with_backups(group)
     parent = blocks.parent[:, 0]
     backed = (backup >= 0) & (blocks.fill > 0)
     bare = backed & pick(copies, backup)
@@ -237,7 +237,7 @@ def keep_rows(group: Group, blocks_back: jax.Array, hosts: jax.Array) -> Group:
     NO_BLOCK is padding. A block keeps its row only if its parent has a backup, or keeps its own.
     """
     blocks = group.blocks
-    host, backup = _with_backups(group)
+    host, backup = with_backups(group)
     parent = blocks.parent[:, 0]
     keeps = is_among(
         group.ids.size, blocks_back, (blocks_back >= 0) & (hosts >= 0) & (pick(blocks.fill, blocks_back) > 0)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,10 +57,11 @@ def take(
     fits = need <= group.available
     num_victims = jnp.where(fits, need - num_from_stack, 0)
     no_victims = np.full((size,), NO_BLOCK, np.int32)
+    untaken: Any = (group, no_victims, np.bool_(True), no_records(size), no_records(size * backs_up(group)))
     group, taken_ids, has_victims, removed, updated = skip_unless(
         lambda: num_victims > 0,
         lambda carry: _evict(carry[0], group_index, policy, num_victims, size, now),
-        (group, no_victims, np.bool_(True), no_records(size), no_records(size * backs_up(group))),
+        untaken,
     )
     ok = fits & has_victims
     num_from_stack = jnp.where(ok, num_from_stack, 0)
@@ -67,7 +70,7 @@ def take(
     empty, from_stack_ids = fence(group.empty, from_stack_ids)
     ids = jnp.where(is_empty, from_stack_ids, pick(taken_ids, index - num_from_stack))
     num_taken = jnp.where(ok, need, 0)
-    lacks_holder = index < num_taken if backs_up(group) else is_empty
+    lacks_holder = num_taken > index if backs_up(group) else is_empty
     blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, lacks_holder))
     group = group.replace(
         blocks=advance_time(blocks, now, ok & (need > 0)),

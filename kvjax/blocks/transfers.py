@@ -28,7 +28,16 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, add, compact, count, either, is_among, pick, put, rank
-from kvjax.blocks.backups import backs_up, drop_backups, has_backup, keep_rows, leave_by_backup, make_room, settle
+from kvjax.blocks.backups import (
+    backs_up,
+    drop_backups,
+    has_backup,
+    keep_rows,
+    leave_by_backup,
+    make_room,
+    settle,
+    with_backups,
+)
 from kvjax.blocks.publish import children_first, descendants, leave_index
 from kvjax.blocks.tiers import find_unevictable, host_of, next_move, updates, with_ancestors
 from kvjax.blocks.victims import Taken, claim
@@ -336,8 +345,8 @@ def apply_transfers(
     on_stack = (index >= need) & (index < rows.num_on_device)
     on_host = (index >= rows.num_on_device) & (index < rows.num_free)
     if rows.came_back is not None:
-        host = host_of(keep_rows(group.replace(host=host), rows.came_back, free))
-        on_host = on_host & (pick(host.backup, free) < 0)
+        host, backup = with_backups(keep_rows(group.replace(host=host), rows.came_back, free))
+        on_host = on_host & (pick(backup, free) < 0)
     pstate = policy.forgot(group.policy, blocks, jnp.where(outgoing.where, outgoing.ids, NO_BLOCK))
     host_children = add(host.num_host_children, parent, -1, has_parent, unique=False)
     host = host.replace(

@@ -229,4 +229,5 @@ def joined(*parts: Records) -> Records:
 
 def no_records(size: int = 0) -> Records:
     """A list of `size` records that are padding."""
-    return Records(np.zeros((size, len(COLUMNS)), np.int32))
+    empty: Any = np.zeros((size, len(COLUMNS)), np.int32)
+    return Records(empty)

@@ -95,7 +95,7 @@ class HostTier[C: AnyCache]:
             target = min(num_needed, self.spec.groups[group_index].num_blocks)
             if int(self.state.cache.state.groups[group_index].num_empty) < target:
                 max_copied = self._max_copied(group_index)
-                events, *_ = self.call(TieredCache.backup, max_blocks=max_copied, group=group_index)
+                events: Any = self.call(TieredCache.backup, max_blocks=max_copied, group=group_index)[0]
                 has_copied = has_copied or bool(np.any(np.asarray(events.transfer.block) >= 0))
         return has_copied
 

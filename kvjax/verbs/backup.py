@@ -9,13 +9,13 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import count, either, loop, pick, put
 from kvjax.blocks import windows
-from kvjax.blocks.backups import backs_up, make_room, settle
+from kvjax.blocks.backups import backs_up, make_room, settle, with_backups
 from kvjax.blocks.publish import descendants, leave_index
 from kvjax.blocks.tiers import find_unevictable, host_of, next_move, priorities, push_empty, with_ancestors
 from kvjax.blocks.transfers import Outgoing, choose_host_victims
 from kvjax.blocks.victims import Taken
 from kvjax.checks import integers, on_state, static_int32
-from kvjax.events.records import Events, no_records
+from kvjax.events.records import Events, Records, no_records
 from kvjax.events.transfer import orders
 from kvjax.policies.retention import advance_time
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group
@@ -112,7 +112,7 @@ def _next_to_copy(
     Also returns bool[B], all such blocks, with a backup or without.
     """
     blocks = group.blocks
-    host = host_of(group)
+    host, backup = with_backups(group)
     num_ids = group.ids.size
     is_findable = (blocks.fill > 0) & group.on_device(group.ids)
 
@@ -136,15 +136,15 @@ def _next_to_copy(
     turn = loop(lambda turn: jnp.any(up(turn) != turn), up, turn)
     soon = is_findable & (turn < num_ids)
     # A follower of a block on the move waits, so that the copies of a prefix always arrive before those after it.
-    moving = (host.pending_transfer != 0) | ((host.backup >= 0) & pick(host.pending_transfer != 0, host.backup))
-    lacks = soon & (host.backup < 0) & ~descendants(blocks, is_findable & moving)
+    moving = (host.pending_transfer != 0) | ((backup >= 0) & pick(host.pending_transfer != 0, backup))
+    lacks = soon & (backup < 0) & ~descendants(blocks, is_findable & moving)
     order = jnp.lexsort((blocks.depth, turn, ~lacks)).astype(jnp.int32)[:size]
     return order, jnp.minimum(count(lacks), size), soon
 
 
 def _evict_from_host(
     group: Group, group_index: int, policy: EvictionPolicy, num_wanted: jax.Array, size: int, now: jax.Array
-) -> tuple[Group, jax.Array]:
+) -> tuple[Group, Records]:
     """Evicts the host's victims until `num_wanted` i32[] of its blocks are empty, as far as it has any.
 
     All of them leave or none, because the policy's state has already lost the named blocks. Also returns records,

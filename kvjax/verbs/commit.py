@@ -114,7 +114,7 @@ def _checked_rows(
     max_tokens = tokens.shape[1]
     steps = np.arange(max_tokens, dtype=np.int32)[None]
     bad = (~exists & (num_tokens > 0)) | (num_tokens < 0) | (num_tokens > jnp.minimum(length - start, max_tokens))
-    bad = bad | some((steps < num_tokens[:, None]) & (tokens < 0))
+    bad = bad | some((num_tokens[:, None] > steps) & (tokens < 0))
     bad = bad | ((num_tokens > 0) & pick(state.seqs.swapped_out, rows))
     return exists, start, bad
 
