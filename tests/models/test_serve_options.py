@@ -246,7 +246,7 @@ def test_the_page_has_every_limit_with_its_default():
         number, unit = re.fullmatch(r"(\d+) ?(KiB|MiB|s|)(?: .*)?", text).groups()
         assert parser.get_default(option[2:].replace("-", "_")) == int(number) * units[unit], option
     limits = {option for action in parser._actions for option in action.option_strings if option.startswith("--max-")}
-    assert found.keys() == limits - {"--max-length"} | {"--timeout", "--grace", "--schemas"}
+    assert found.keys() == limits - {"--max-length", "--max-replicas"} | {"--timeout", "--grace", "--schemas"}
     (headers, header_time, body_time, read_time), patience = [default for _, default, *_ in rows[:4]], Patience()
     assert headers == f"{HEADER_BYTES >> 10} KiB" and f"read {MIN_READ >> 10} KiB" in rows[3][0]
     assert [header_time, body_time] == [f"{patience.header_seconds} s", f"{patience.body_seconds} s"]

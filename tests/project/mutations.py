@@ -65,8 +65,8 @@ MISTAKES = [
     Mistake(
         "a shared block is copied without the tokens in it",
         "kvjax/verbs/extend.py",
-        "group = copy_text(groups[0], ids[:, 0], old_block, copies)",
-        "group = groups[0]",
+        "lambda group: copy_text(group, ids[:, 0], old_block, copies), groups[0]",
+        "lambda group: group, groups[0]",
         MACHINE,
     ),
     Mistake(
@@ -93,7 +93,7 @@ MISTAKES = [
     Mistake(
         "negative tokens are stored",
         "kvjax/verbs/commit.py",
-        "    bad = bad | jnp.any((steps < num_tokens[:, None]) & (tokens < 0), axis=1)\n",
+        "    bad = bad | some((num_tokens[:, None] > steps) & (tokens < 0))\n",
         "",
         "tests/unit/verbs/test_errors.py tests/unit/verbs/test_protocol.py " + MACHINE,
     ),

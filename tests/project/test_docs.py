@@ -88,5 +88,6 @@ def test_kvjax_is_grouped_as_in_its_source():
 
 @pytest.mark.parametrize("module", sorted(SAME_AS_XLA))
 def test_kernels_without_a_page_have_the_names_of_xlas(module):
-    kernels = source(ROOT / f"{module.replace('.', '/')}.py")
+    path = ROOT / module.replace(".", "/")
+    kernels = source(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
     assert set(exports(kernels)) <= set(namespaces()["pallas_kernels.xla"])

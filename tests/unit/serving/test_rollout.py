@@ -246,12 +246,18 @@ def test_tokens_of_a_resumed_rollout_are_chosen_by_the_weights_of_their_version(
 
 
 def test_a_resumed_rollout_has_the_shapes_of_the_first():
-    shape = jax.eval_shape(lambda: rollout(MODEL, make_cache(), PROMPTS, mask=IS_PROMPT)[0])
+    cache = make_cache()
+    shape = jax.eval_shape(lambda cache: rollout(MODEL, cache, PROMPTS, mask=IS_PROMPT)[0], cache)
+
+    def resumed(prompts, lengths, max_new_tokens):
+        return jax.eval_shape(
+            lambda cache: kvjax.rollout(
+                MODEL, cache, prompts, lengths, resume=shape, samples=2, max_new_tokens=max_new_tokens
+            ),
+            cache,
+        )
+
     with pytest.raises(ValueError, match=r"^resume: got shape \[4, 2, 4\], wanted a kvjax.serving.Rollout of \[2, 2\]"):
-        jax.eval_shape(lambda: kvjax.rollout(
-            MODEL, make_cache(), PROMPTS[:2], LENGTHS[:2], resume=shape, samples=2, max_new_tokens=4,
-        ))  # fmt: skip
+        resumed(PROMPTS[:2], LENGTHS[:2], 4)
     with pytest.raises(ValueError, match=r"^max_new_tokens: got 3, wanted at least those of resume, 4"):
-        jax.eval_shape(lambda: kvjax.rollout(
-            MODEL, make_cache(), PROMPTS, LENGTHS, resume=shape, samples=2, max_new_tokens=3,
-        ))  # fmt: skip
+        resumed(PROMPTS, LENGTHS, 3)

@@ -27,6 +27,7 @@ OPTIONS = {
     "requested_priority": ("ArrayLike", -1),
     "hits": ("ArrayLike", 0),
     "seqs": ("ArrayLike | None", None),
+    "exact": ("ArrayLike | None", None),
     "max_blocks": ("int", inspect.Parameter.empty),
     "max_tokens": ("int | None", None),
     "max_removed": ("int | None", None),
