@@ -1682,7 +1682,7 @@ CONFIGS = {
         generate=False,
         policy=priority(),
         verbs=EVERY,
-        options={"extra_ids": True, "retention": True, "thinning": True, "sparse": True},
+        options={"extra_ids": True, "retention": True, "thinning": True, "sparse": True, "backups": True},
     ),
     "sparse, windows, host": Config((FULL, (6, 1)), host=5, options={"sparse": True}),
     "extra ids": Config(options={"extra_ids": True}),
