@@ -86,7 +86,7 @@ def test_grammars_and_penalties_hold_with_drafts(kind):
     assert sum(output.accepted_tokens for output in outputs) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_blocks_of_a_fixed_number_of_passes_have_the_same_answers():
     outputs, _ = run(Guesses.of(MODEL, VOCAB), fixed_steps=True)
     assert_alike(outputs, wanted(REQUESTS))
