@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from kvjax._arrays import PAIRS, count, every, fence, leading, loop, mix, pick, put
+from kvjax._arrays import PAIRS, count, fence, leading, loop, mix, pick, put, some
 from kvjax.blocks.keys import token_words
 from kvjax.state import NO_BLOCK, Blocks, Links, Text
 from pallas_kernels.loops import while_loop
@@ -35,7 +35,7 @@ def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
     """i32[K]; the findable block of each key u32[K, 2], unique by construction, or NO_BLOCK."""
 
     def differs(node):
-        return (node >= 0) & ~every(pick(blocks.key, node) == keys)
+        return (node >= 0) & some(pick(blocks.key, node) != keys)
 
     node = pick(links.next, key_bucket(links, keys))
     node, _ = while_loop(

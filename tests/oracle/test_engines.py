@@ -47,7 +47,7 @@ def assert_happened(tally, *things):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("plain", marks=pytest.mark.slow),
+        pytest.param("plain", marks=pytest.mark.long),
         *[pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "plain"],
     ],
 )

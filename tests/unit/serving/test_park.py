@@ -35,7 +35,7 @@ from tests.serving_kit import (
 )
 from tests.unit.serving.turned import Turned as Engines
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 OTHER = MODEL.replace(head=MODEL.head * -1.3, project=MODEL.project * 1.1)
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, VOCAB, length).tolist() for length in (3, 9, 14, 5, 7, 9)]

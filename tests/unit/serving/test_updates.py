@@ -10,7 +10,7 @@ from kvjax.serving import Request, Sampling, Scheduler
 from tests.unit.serving.canonical_kit import CHUNK, KINDS, ROWS, each_kind, make_cache, make_prompts, model_of
 from tests.unit.serving.turned import Turned
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 NEW = 14
 
 
