@@ -218,6 +218,7 @@ def test_a_sleeping_engine_frees_its_pools_and_goes_on_with_the_same_tokens(monk
     for prompt, output in zip([*PROMPTS, PROMPTS[1]], outputs, strict=True):
         assert output.tokens == answer(prompt, 12).tokens[: len(output.tokens)]
         assert output.finish == ("cancelled" if output is cancelled.output else "length")
+    turned.turn(2)  # a row is released a turn after its request has ended
     assert not turned.thread.driver.active and turned.thread.driver.num_free_slots == 12
 
 
