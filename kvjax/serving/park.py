@@ -14,7 +14,8 @@ Source: vLLM's sleep mode, which drops the K/V of a server, and its preemption b
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,12 @@ from kvjax.events.records import EventKind, Events, Status
 from kvjax.pools.device import Pools
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import leave
+from kvjax.serving.program_tier import moved
 from kvjax.serving.requests import Serving, Stage
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble
 from kvjax.verbs.control import leave_index_with, reset
+from kvjax.verbs.offload import complete, watermark
 from pallas_kernels.loops import while_loop
 
 
@@ -42,7 +45,8 @@ class Parked(Pytree):
     """Requests and the metadata of their cache, without pools: small arrays, which you can save.
 
     Attributes:
-      serving: the requests. All wait, and the pools of the cache have no arrays.
+      serving: the requests. All wait, and the pools of the cache have no arrays. With `keep="host"` the host's pools
+        are in it.
     """
 
     serving: Serving
@@ -60,11 +64,12 @@ def park(
     serving: Serving,
     *,
     scheduler: Scheduler,
+    keep: Literal["none", "host"] = "none",
     kept: ArrayLike | None = None,
     logits_state: Any = None,
     now: ArrayLike = 0,
 ) -> tuple[Parked, Events]:
-    """Takes all requests from their rows, and empties the cache, so you can free its pools. It is pure: use `jit`.
+    """Takes all requests from their rows, and empties the device, so you can free its pools. It is pure: use `jit`.
 
     With a canonical scheduler a request goes back to its prompt, and makes the same tokens again after `unpark`, with
     the same bits: K/V of generated tokens come from another program than K/V of prompts. Otherwise it keeps its tokens,
@@ -73,17 +78,20 @@ def park(
     Args:
       serving: the requests and their cache. Do not donate it, and free the pools yourself (`jax.Array.delete`).
       scheduler: static; the scheduler of the steps.
+      keep: static; "none" empties the cache. "host" moves cached blocks to the host, as far as it has space, so requests
+        find them after `unpark`. It needs a `TieredCache` in `init_serving`.
       kept: i32[W]; number of tokens that each request keeps. None means its prompt's tokens with a canonical scheduler,
         and otherwise all.
       logits_state: a tree of arrays [W, ...], the state of `logits_fn` after these tokens. None leaves it as it is.
       now: i32[]; the time in ms.
 
     Returns:
-      The parked requests, and events: stored, cleared. Status HELD if a pin, or a row without a request, holds K/V that
+      The parked requests, and events: stored, removed, and updated or cleared. Status HELD if a pin, or a row without a request, holds K/V that
       would be lost. Then nothing has changed, and you can go on with `unpark` and the same pools.
 
     Raises:
-      ValueError: if a canonical scheduler needs a `logits_state`, or `kept` has another shape.
+      ValueError: if a canonical scheduler needs a `logits_state`, `kept` has another shape, or `keep` is "host" without
+        the host's pools.
 
     Example:
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=2, max_length=32, block_size=4)
@@ -97,6 +105,10 @@ def park(
 
     Source: vLLM's sleep mode.
     """
+    if keep not in ("none", "host"):
+        raise ValueError(f"keep: got {keep!r}, wanted 'none' or 'host'")
+    if keep == "host" and serving.host_pools is None:
+        raise ValueError("keep: got 'host', but the requests have no host pools; wanted init_serving(a TieredCache)")
     before = without_pools(serving)
     requests = serving.requests
     if kept is None and scheduler.canonical:
@@ -106,14 +118,38 @@ def park(
     after, released = preempt(before, jnp.ones(serving.row.shape, jnp.bool_), now=now)
     if kept is not None:
         after = back_to(after, integers("kept", kept, requests.stage.shape), logits_state)
-    state, cleared = reset(after.cache.state)
-    is_held = ~cleared.ok
+    if keep == "host":
+        is_held = jnp.any(jnp.stack([jnp.any(group.blocks.refcount > 0) for group in after.cache.state.groups]))
+        after, moves = _to_host(after.replace(cache=Cache(after.cache.state, serving.cache.pools)), ~is_held, now)
+        released = released.followed_by(moves)
+        state, cleared = leave_device(after.cache.state)
+        after = without_pools(after)
+    else:
+        state, cleared = reset(after.cache.state)
+        is_held = ~cleared.ok
     after = after.replace(cache=after.cache.replace(state=state))
     events = released.followed_by(cleared)
     kinds = jnp.where(is_held, int(EventKind.NONE), events.kind)
     records = events.records.at[:, 0].set(kinds)
     status = jnp.where(is_held, int(Status.HELD), jnp.zeros_like(events.status))
-    return Parked(either(is_held, before, after)), events.replace(records=records, status=status)
+    host_pools = after.host_pools  # equal in both if nothing may move, and a choice would copy them
+    parked = either(is_held, before.replace(host_pools=None), after.replace(host_pools=None))
+    return Parked(parked.replace(host_pools=host_pools)), events.replace(records=records, status=status)
+
+
+def _to_host(serving: Serving, where: jax.Array, now: ArrayLike) -> tuple[Serving, Events]:
+    """Moves all cached blocks to the host if bool[] `where` holds, as far as the host has space."""
+    spec = serving.cache.state.spec
+    events = list[Events]()
+    for group_index in spec.host_groups:
+        num_blocks = spec.groups[group_index].num_blocks
+        num_empty = jnp.where(where, num_blocks, 0)
+        state, left = watermark(serving.cache.state, num_empty, max_blocks=num_blocks, now=now, group=group_index)
+        serving = moved(serving.replace(cache=serving.cache.replace(state=state)), left)
+        state, _ = complete(serving.cache.state, left.transfer, True, max_removed=1)
+        serving = serving.replace(cache=serving.cache.replace(state=state))
+        events.append(left)
+    return serving, functools.reduce(Events.followed_by, events)
 
 
 def unpark(parked: Parked, pools: Pools) -> Serving:

@@ -709,6 +709,8 @@ class Asks(bytes_machine.Requests):
             prompt = [[], [VOCAB + 2]][self.number(2)]
         answer = 40 if self.chance(0.05) else self.number(1, 6)
         scores = int(self.of_scores.integers(len(prompt) + 1)) if self.of_scores.random() < 0.1 else None
+        if self.config.scheduler.canonical:  # which refuses to score a prompt
+            scores = None
         if scores is not None and self.of_scores.random() < 0.3:
             answer = 0
         grammar = int(self.of_grammars.integers(GRAMMARS)) if self.of_grammars.random() < 0.3 else None

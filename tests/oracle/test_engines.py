@@ -36,6 +36,7 @@ HAPPENS = {
     "store": (*OF_ENGINES, "from the store"),
     "host, store": (*OF_ENGINES, *OF_MOVES, "from the store"),
     "replicas": OF_REPLICAS,
+    "canonical": tuple(thing for thing in OF_ENGINES if thing != "scored"),
 }
 
 

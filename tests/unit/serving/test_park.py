@@ -22,10 +22,12 @@ from tests import drive
 from tests.compiles import no_compiles
 from tests.serving_kit import (
     BASE,
+    BLOCKS,
     HOST,
     LENGTH,
     MODEL,
     NEW,
+    ROWS,
     SCHEDULER,
     VOCAB,
     answer,
@@ -40,16 +42,17 @@ OTHER = MODEL.replace(head=MODEL.head * -1.3, project=MODEL.project * 1.1)
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, VOCAB, length).tolist() for length in (3, 9, 14, 5, 7, 9)]
 STEP = jax.jit(kvjax.serving.serve_step, static_argnames="scheduler")
-PARK = jax.jit(kvjax.serving.park, static_argnames="scheduler")
+PARK = jax.jit(kvjax.serving.park, static_argnames=("scheduler", "keep"))
 SUBMIT = jax.jit(kvjax.serving.submit, static_argnames="scheduler")
 
 
 # Pure functions.
 
 
-def submitted(scheduler=SCHEDULER, kind="plain", **options):
+def submitted(scheduler=SCHEDULER, kind="plain", cache=None, **options):
     """Requests of which two are samples of a prompt."""
-    serving = kvjax.serving.init_serving(make_cache(kind=kind), [LENGTH] * 7, num_stop_tokens=1, **options)
+    cache = make_cache(kind=kind) if cache is None else cache
+    serving = kvjax.serving.init_serving(cache, [LENGTH] * 7, num_stop_tokens=1, **options)
     prompts = [PROMPTS[0], *PROMPTS]
     lengths = [len(prompt) for prompt in prompts]
     return SUBMIT(
@@ -139,6 +142,40 @@ def test_parking_is_refused_as_a_whole_if_others_hold_blocks():
     jax.tree.map(np.testing.assert_array_equal, same, serving)
     with pytest.raises(ValueError, match=r"^pools: got pools of CacheSpec"):
         kvjax.serving.unpark(parked, kvjax.pools.init_pools(make_spec("windows")))
+
+
+def test_blocks_parked_on_the_host_are_found_again():
+    """Any block that came back with wrong bytes would give other tokens."""
+    expected, num_steps = undisturbed("windows")
+    spec = dataclasses.replace(make_spec("windows", host=HOST), backups=True)
+    for park_at in (0, num_steps // 2, num_steps + 1):
+        serving = submitted(kind="windows", cache=kvjax.tiers.TieredCache.create(spec))
+        log = kvjax.events.init_log(2048, 4)
+        for _ in range(park_at):
+            serving, log, _ = STEP(MODEL, serving, log, scheduler=SCHEDULER)
+        parked, events = PARK(serving, scheduler=SCHEDULER, keep="host")
+        state = parked.serving.cache.state
+        assert bool(events.ok)
+        kvjax.check(state)
+        mirror = kvjax.fold(kvjax.to_list(events), kvjax.fold(kvjax.to_list(log), kvjax.events.Mirror()))
+        assert mirror.index == kvjax.events.index_of(state) and bool(mirror.index) == (park_at > 0)
+        assert all(int(group.num_empty) == BLOCKS for group in state.groups)
+        serving = kvjax.serving.unpark(parked, kvjax.pools.init_pools(spec))
+        while bool(serving.busy):
+            serving, log, _ = STEP(MODEL, serving, log, scheduler=SCHEDULER)
+        outputs = kvjax.serving.results(serving)
+        assert {key: output.tokens for key, output in outputs.items()} == {
+            key: output.tokens for key, output in expected.items()
+        }
+    pinned, _ = serving.cache.pin([int(np.argmax(np.asarray(serving.cache.state.groups[0].blocks.fill) > 0))])
+    held, events = PARK(serving.replace(cache=pinned), scheduler=SCHEDULER, keep="host")
+    assert events.status.tolist() == [int(kvjax.Status.HELD)] * ROWS
+    assert kvjax.events.index_of(held.serving.cache.state) == kvjax.events.index_of(pinned.state)
+    jax.tree.map(np.testing.assert_array_equal, held.serving.host_pools, serving.host_pools)
+    with pytest.raises(ValueError, match=r"^keep: got 'host', but the requests have no host pools"):
+        kvjax.serving.park(submitted(), scheduler=SCHEDULER, keep="host")
+    with pytest.raises(ValueError, match=r"^keep: got 'disk', wanted 'none' or 'host'"):
+        kvjax.serving.park(serving, scheduler=SCHEDULER, keep="disk")
 
 
 def test_the_events_of_parking_give_the_index():
