@@ -178,7 +178,7 @@ def test_blocks_parked_on_the_host_are_found_again():
         kvjax.serving.park(serving, scheduler=SCHEDULER, keep="disk")
 
 
-def test_the_events_of_parking_give_the_index():
+def test_the_events_of_parking_give_the_index_and_what_is_parked_can_be_saved(tmp_path):
     serving = submitted()
     mirror = kvjax.events.Mirror()
     log = kvjax.events.init_log(2048, 4)
@@ -189,6 +189,15 @@ def test_the_events_of_parking_give_the_index():
     parked, events = PARK(serving, scheduler=SCHEDULER)
     mirror = kvjax.fold(kvjax.to_list(events), mirror)
     assert mirror.index == kvjax.events.index_of(parked.serving.cache.state) == {}
+    leaves, structure = jax.tree.flatten(parked)
+    np.savez(tmp_path / "parked.npz", *leaves)
+    with np.load(tmp_path / "parked.npz") as saved:
+        again = jax.tree.unflatten(structure, [jax.device_put(saved[name]) for name in saved])
+    outputs = []
+    for each in (parked, again):
+        serving = kvjax.serving.unpark(each, kvjax.pools.init_pools(serving.cache.state.spec))
+        outputs.append({key: output.tokens for key, output in finished(serving)[0].items()})
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 7
 
 
 # Engines, whose thread is turned by hand.
