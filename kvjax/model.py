@@ -102,9 +102,10 @@ def _forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: ja
     before, structure = jax.tree.flatten(model)
     result = call(model, tokens, pools, view, last)
     after, new_structure = jax.tree.flatten(model)
-    is_same = structure == new_structure and all(a is b for a, b in zip(before, after, strict=True))
-    if is_same or (structure == new_structure and _is_kept(before, structure, tokens, pools, view, last)):
-        return result
+    if structure == new_structure:
+        has_same_arrays = all(a is b for a, b in zip(before, after, strict=True))
+        if has_same_arrays or _is_kept(before, structure, tokens, pools, view, last):
+            return result
     raise ValueError(f"model: got a model that its call changes, wanted one that stays as it is; {_TRAINING}")
 
 

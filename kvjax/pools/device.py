@@ -303,8 +303,8 @@ def write(
         k, v = checked_kv(view, array, spec.head_dim, layer, k=k, v=v)
     else:
         (k,) = checked_kv(view, array, spec.head_dim, layer, k=k)
-    number = layer_at(pools, (group, pool), layer, given_index)
-    k, v = probed_kv(number, k, v)
+    layer_number = layer_at(pools, (group, pool), layer, given_index)
+    k, v = probed_kv(layer_number, k, v)
     scales = pools.scales_of(group, pool)
     slots = view.slots[group]
     context = pools.context(group)
@@ -322,7 +322,7 @@ def write(
         axes = {"pool": pool_axes, "scales": pool_axes, "k": token_axes, "v": token_axes}
         written = pools.over_devices(group, append, operands, axes, (pool_axes, pool_axes) if quantised else pool_axes)
     result = pools.with_pool(group, pool, *(written if quantised else (written,)))
-    return note_write(pools, result, (group, pool), number)
+    return note_write(pools, result, (group, pool), layer_number)
 
 
 @own_transfers()

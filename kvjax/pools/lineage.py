@@ -186,6 +186,8 @@ def _arrays(pools: Any) -> list[tuple[_Key, Any]]:
 
 def layer_at(pools: Any, key: _Key, layer: Any, index: Any) -> Any:
     """The number of a layer, given by itself or by its index in a pool, or a traced value."""
+    if present() is None:  # nobody asks for it
+        return layer
     if isinstance(index, Tracer):
         return index
     if index is not None:

@@ -75,7 +75,7 @@ def recur(
     group, pool, index, arrays = pools.at(layer, index)
     if not isinstance(arrays, dict):
         raise ValueError(f"layer: got {layer}, which has K/V, wanted a recurrent layer; `attend` serves this one")
-    number = layer_at(pools, (group, pool), layer, given_index)
+    layer_number = layer_at(pools, (group, pool), layer, given_index)
     width = static_int("width", width, 1)
     _check_inputs(inputs, view)
     shape = view.positions.shape
@@ -102,12 +102,12 @@ def recur(
             outputs.append(chunk_outputs)
     outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
     outputs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), outputs)
-    note(number, inputs=inputs, outputs=outputs)
+    note(layer_number, inputs=inputs, outputs=outputs)
     if not keep:
-        note_skipped((group, pool), number)
+        note_skipped((group, pool), layer_number)
         return outputs, pools
     result = pools.with_pool(group, pool, snapshots.arrays)
-    return outputs, note_write(pools, result, (group, pool), number)
+    return outputs, note_write(pools, result, (group, pool), layer_number)
 
 
 class _Rows(NamedTuple):
