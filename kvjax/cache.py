@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
 from kvjax._compile import own_transfers
-from kvjax.checks import MadeByCreate, check_32_bits, check_alive, face, integers
+from kvjax.checks import MadeByCreate, check_32_bits, check_alive, counted_as, face, integers
 from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
@@ -273,7 +273,9 @@ class Cache(AnyCache, Pytree):
         computed, pools = call(model, tokens, self.pools, self.view(computable, tokens.shape[1], seqs), last)
         # NaN, so nobody takes the logits of a refused row for an answer.
         computed = jnp.where(jnp.expand_dims(refused, range(1, computed.ndim)), jnp.nan, computed)
-        after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, exact=exact, now=now)
+        static = ("logits",) if logits != "last" else ()
+        with counted_as("step", static, self.state.seqs.length, tokens, count):
+            after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, exact=exact, now=now)
         return after, computed, events
 
     def __repr__(self) -> str:

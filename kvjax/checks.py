@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
 import jax
@@ -36,7 +38,7 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
         if isinstance(state, CacheState):
             check_alive(state, name="state")
             if is_verb and not _is_traced(state.seqs.length, args, kwargs):
-                _count_eager_call(verb, kwargs)
+                _count_verb(verb, kwargs)
             return verb(state, *args, **kwargs)
         kind = type(state).__name__
         name = verb.__name__
@@ -52,15 +54,41 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
 _eager_calls: dict[str, int] = {}  # of each verb in this process
 
 
-def _count_eager_call(verb: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Counts a call of a verb outside jit. The second call is reported in the log: jax compiles each of them anew."""
+class _Counting(threading.local):
+    is_off = False  # inside of a call that is counted by its own name
+
+
+_counting = _Counting()
+
+
+@contextlib.contextmanager
+def counted_as(name: str, static: tuple[str, ...], *arguments: Any) -> Iterator[None]:
+    """Counts the verbs called inside as a single call of a function of kvjax, outside jit."""
+    if not _is_traced(arguments):
+        _count_eager_call(name, f"kvjax.{name}", static)
+    before = _counting.is_off
+    _counting.is_off = True
+    try:
+        yield
+    finally:
+        _counting.is_off = before
+
+
+def _count_verb(verb: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Counts a call of a verb outside jit."""
+    if _counting.is_off:
+        return
     name = verb.__name__
+    homes = [home for home in ("kvjax", "kvjax.tiers", "kvjax.stores") if hasattr(sys.modules.get(home), name)]
+    static = tuple(option for option in static_options(verb) if option in options)
+    _count_eager_call(name, f"{homes[0] if homes else verb.__module__}.{name}", static)
+
+
+def _count_eager_call(name: str, path: str, static: tuple[str, ...]) -> None:
+    """Counts a call outside jit. The second call is reported in the log: jax compiles each of them anew."""
     _eager_calls[name] = _eager_calls.get(name, 0) + 1
     if _eager_calls[name] != 2:
         return
-    homes = [home for home in ("kvjax", "kvjax.tiers", "kvjax.stores") if hasattr(sys.modules.get(home), name)]
-    path = f"{homes[0] if homes else verb.__module__}.{name}"
-    static = tuple(option for option in static_options(verb) if option in options)
     static_argnames = f", static_argnames={static!r}" if static else ""
     log.warning(
         "%s was called outside jit a second time, and each such call compiles for seconds. Write once "

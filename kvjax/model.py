@@ -102,9 +102,51 @@ def _forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: ja
     before, structure = jax.tree.flatten(model)
     result = call(model, tokens, pools, view, last)
     after, new_structure = jax.tree.flatten(model)
-    if structure != new_structure or any(a is not b for a, b in zip(before, after, strict=True)):
-        raise ValueError(f"model: got a model that its call changes, wanted one that stays as it is; {_TRAINING}")
-    return result
+    if structure == new_structure:
+        has_same_arrays = all(a is b for a, b in zip(before, after, strict=True))
+        if has_same_arrays or _is_kept(before, structure, tokens, pools, view, last):
+            return result
+    raise ValueError(f"model: got a model that its call changes, wanted one that stays as it is; {_TRAINING}")
+
+
+def _is_kept(leaves: list[Any], structure: Any, *arguments: Any) -> bool:
+    """Whether a model has the same values after a call, which has put other arrays into it.
+
+    `nnx.jit`, `nnx.remat` and `nnx.scan` do so: they return the state of a module, and put it back.
+    """
+
+    def leaves_after(leaves: list[Any]) -> list[Any]:
+        model = jax.tree.unflatten(structure, leaves)
+        call(model, *arguments)
+        return jax.tree.leaves(model)
+
+    jaxpr = jax.make_jaxpr(leaves_after)(leaves).jaxpr
+    return all(_source(jaxpr, var) is given for var, given in zip(jaxpr.outvars, jaxpr.invars, strict=True))
+
+
+def _source(jaxpr: Any, var: Any) -> Any:
+    """The variable that `var` is a copy of, before all calls, remats and scans that return it as it is."""
+    for equation in reversed(jaxpr.eqns):
+        if var in equation.outvars:
+            copied = _copied(equation, equation.outvars.index(var))
+            if copied is None:
+                return var
+            var = copied
+    return var
+
+
+def _copied(equation: Any, out: int) -> Any:
+    """The argument of an equation that is its result number `out`. None if it computes this result."""
+    inner = next((equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params), None)
+    inner = getattr(inner, "jaxpr", inner)
+    if inner is None or len(inner.invars) != len(equation.invars) or len(inner.outvars) != len(equation.outvars):
+        return None
+    source = _source(inner, inner.outvars[out])
+    if source not in inner.invars:
+        return None
+    argument = equation.invars[inner.invars.index(source)]
+    # A scan slices its inputs, and stacks these slices again.
+    return argument if argument.aval == equation.outvars[out].aval else None
 
 
 def call(
@@ -134,11 +176,11 @@ def call(
     wanted = f"a pair of logits f32{[*shape, 'V']} and pools".replace("'", "")
     argument = "last=None" if last is None else f"last=i32{list(last.shape)}"
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], Pools):
-        raise ValueError(f"model: got {_described(result)} for {argument}, wanted {wanted}")
+        raise ValueError(f"model: got {described(result)} for {argument}, wanted {wanted}")
     logits, pools = result
     lineage.check_result(pools)
     if len(jnp.shape(logits)) != len(shape) + 1 or jnp.shape(logits)[:-1] != shape:
-        raise ValueError(f"model: got logits {_described(logits)} for {argument}, wanted {wanted}")
+        raise ValueError(f"model: got logits {described(logits)} for {argument}, wanted {wanted}")
     return logits, pools
 
 
@@ -157,9 +199,10 @@ def _check_signature(model: Any, cause: TypeError) -> None:
         ) from cause
 
 
-def _described(result: Any) -> str:
+def described(result: Any) -> str:
+    """The result of a model in an error."""
     if isinstance(result, tuple | list):
-        return f"({', '.join(map(_described, result))})"
-    if isinstance(result, jax.Array):
+        return f"({', '.join(map(described, result))})"
+    if isinstance(result, jax.Array | np.ndarray):
         return f"{result.dtype}{list(result.shape)}"
     return type(result).__name__

@@ -15,7 +15,7 @@ from kvjax._arrays import pick
 from kvjax.checks import floats, static_int
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit, heads_of
-from kvjax.pools.lineage import layer_name, note, note_read, probed_scale
+from kvjax.pools.lineage import layer_at, layer_name, note, note_read, probed_scale
 from kvjax.pools.selection import chosen_view
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec
@@ -93,7 +93,8 @@ def attend(
     check_fit(pools, view)
     given_index = index
     group, pool, index, array, spec = attention_pool(pools, layer, index)
-    note_read(pools, (group, pool), layer, given_index)
+    layer_number = layer_at(pools, (group, pool), layer, given_index)
+    note_read(pools, (group, pool), layer_number)
     context = pools.context(group)
     q = floats("q", q)
     window = _window_of(pools.spec.groups[group].window, window, layer)
@@ -106,7 +107,7 @@ def attend(
     is_decode = view.starts is None and q.shape[1] == 1
     call = functools.partial(
         pallas_kernels.call,
-        scale=probed_scale(layer, q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-1]),
+        scale=probed_scale(layer_number, q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-1]),
         soft_cap=soft_cap,
         values=spec.values,
         implementation=implementation,
@@ -144,7 +145,7 @@ def attend(
         axes |= {} if sink_q is None else {"sink_q": MeshAxes(2)}
         result = pools.over_devices(group, compute, operands, axes, (result_axes,) * 2 if return_lse else result_axes)
     result = jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
-    note(layer, q=q, out=result[0] if return_lse else result)
+    note(layer_number, q=q, out=result[0] if return_lse else result)
     return result
 
 

@@ -35,7 +35,7 @@ from kvjax.checks import floats
 from kvjax.events.records import EventKind, Events, Records
 from kvjax.layers import MeshAxes
 from kvjax.pools.context import Context
-from kvjax.pools.lineage import note_write, probed_kv
+from kvjax.pools.lineage import layer_at, note_write, probed_kv
 from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
@@ -303,7 +303,8 @@ def write(
         k, v = checked_kv(view, array, spec.head_dim, layer, k=k, v=v)
     else:
         (k,) = checked_kv(view, array, spec.head_dim, layer, k=k)
-    k, v = probed_kv(layer, k, v)
+    layer_number = layer_at(pools, (group, pool), layer, given_index)
+    k, v = probed_kv(layer_number, k, v)
     scales = pools.scales_of(group, pool)
     slots = view.slots[group]
     context = pools.context(group)
@@ -321,7 +322,7 @@ def write(
         axes = {"pool": pool_axes, "scales": pool_axes, "k": token_axes, "v": token_axes}
         written = pools.over_devices(group, append, operands, axes, (pool_axes, pool_axes) if quantised else pool_axes)
     result = pools.with_pool(group, pool, *(written if quantised else (written,)))
-    return note_write(pools, result, (group, pool), layer, given_index)
+    return note_write(pools, result, (group, pool), layer_number)
 
 
 @own_transfers()

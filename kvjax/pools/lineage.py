@@ -12,6 +12,7 @@ import contextlib
 import pathlib
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -65,13 +66,15 @@ class Probe:
     """An experiment with a model call: notes the arrays of each layer, and may change them.
 
     Attributes:
-      noted: {(name, layer): array}; q, k, v and the results of attention, in the order of the call. Arrays inside of a
-        transformation such as `scan` are missing.
+      noted: {(name, layer): array}; q, k, v and the results of attention, and what recurrent layers take and give, in
+        the order of the call. Arrays inside of a transformation such as `scan` are missing.
+      reads: how often attention reads the K/V of each layer. Reads inside of a transformation are missing.
       uses_cache: whether the call has written or read K/V.
     """
 
     def __init__(self) -> None:
         self.noted: dict[tuple[str, Any], Any] = {}
+        self.reads: Counter[int] = Counter()
         self.uses_cache = False
 
     def kv(self, layer: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -97,7 +100,7 @@ class Lineage:
         self.has_failed = False
         self._is_partial = _recordings.is_partial
 
-    def write(self, pools: Any, written: Any, key: _Key, layer: Any, *, is_static: bool) -> None:
+    def write(self, pools: Any, written: Any, key: _Key, layer: Any) -> None:
         """Notes a write into a pool."""
         if pools.spec != self._spec:  # a cache of the model's own
             return
@@ -109,7 +112,8 @@ class Lineage:
         new_array = dict(_arrays(written))[key]
         # A transformation may trace its function twice, with the same pools from outside.
         is_same_trace = getattr(array, "_trace", None) is getattr(new_array, "_trace", None)
-        pool.is_complete = pool.is_complete and is_static and is_same_trace and array is pool.latest
+        is_known = not isinstance(layer, Tracer) and is_same_trace and array is pool.latest
+        pool.is_complete = pool.is_complete and is_known
         if pool.is_complete and layer in pool.layers:
             first = next(write.where for write in pool.writes if write.layer == layer)
             raise _refusal(
@@ -130,7 +134,7 @@ class Lineage:
         """Notes a layer whose snapshots the model keeps as they are."""
         self._pools[key].skipped.add(layer)
 
-    def read(self, pools: Any, key: _Key, layer: Any, *, is_static: bool) -> None:
+    def read(self, pools: Any, key: _Key, layer: Any) -> None:
         """Notes a read of a layer's K/V."""
         if pools.spec != self._spec:
             return
@@ -138,7 +142,10 @@ class Lineage:
         pool = self._pools[key]
         array = dict(_arrays(pools))[key]
         pool.check_fresh(array, f"attend of {layer_name(layer)} takes")
-        if pool.is_complete and is_static and array is pool.latest and layer not in pool.layers:
+        if self.probe is not None and not isinstance(layer, Tracer) and getattr(array, "_trace", None) is self.trace:
+            self.probe.reads[layer] += 1
+        is_known = pool.is_complete and array is pool.latest and not isinstance(layer, Tracer)
+        if is_known and layer not in pool.layers:
             raise _refusal(f"layer: got {layer} in attend before its write, wanted kvjax.write of layer {layer} first")
 
     def check_result(self, pools: Any) -> None:
@@ -175,6 +182,19 @@ def _arrays(pools: Any) -> list[tuple[_Key, Any]]:
         for group, arrays in enumerate(pools.arrays)
         for pool, array in enumerate(arrays)
     ]
+
+
+def layer_at(pools: Any, key: _Key, layer: Any, index: Any) -> Any:
+    """The number of a layer, given by itself or by its index in a pool, or a traced value."""
+    if present() is None:  # nobody asks for it
+        return layer
+    if isinstance(index, Tracer):
+        return index
+    if index is not None:
+        group, pool = key
+        layers = pools.spec.groups[group].pools[pool].layers
+        return layers[min(max(int(index), 0), len(layers) - 1)]
+    return layer if isinstance(layer, Tracer) else int(layer)
 
 
 def layer_name(layer: Any) -> str:
@@ -238,14 +258,15 @@ def present() -> Lineage | None:
     return _recordings.calls[-1] if _recordings.calls else None
 
 
-def note(layer: Any, **arrays: Any) -> None:
+def note(layer: Any, **trees: Any) -> None:
     """Notes arrays of a layer, if a probe wants them."""
     lineage = present()
-    if lineage is None or lineage.probe is None:
+    if lineage is None or lineage.probe is None or isinstance(layer, Tracer):
         return
-    for name, array in arrays.items():
-        if getattr(array, "_trace", None) is lineage.trace and not isinstance(layer, Tracer):
-            lineage.probe.noted[name, layer] = array
+    for name, tree in trees.items():
+        for path, array in jax.tree_util.tree_leaves_with_path(tree):
+            if getattr(array, "_trace", None) is lineage.trace:
+                lineage.probe.noted[name + jax.tree_util.keystr(path), layer] = array
 
 
 def probed_kv(layer: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -262,10 +283,10 @@ def probed_scale(layer: Any, scale: float, width: int) -> float:
     return scale if lineage is None or lineage.probe is None else lineage.probe.scale(layer, scale, width)
 
 
-def note_write(pools: Any, written: Any, key: _Key, layer: Any, index: Any) -> Any:
+def note_write(pools: Any, written: Any, key: _Key, layer: Any) -> Any:
     """Notes a write of the present model call. Returns the written pools."""
     if (lineage := present()) is not None:
-        lineage.write(pools, written, key, layer, is_static=index is None and not isinstance(layer, Tracer))
+        lineage.write(pools, written, key, layer)
     return written
 
 
@@ -275,7 +296,7 @@ def note_skipped(key: _Key, layer: Any) -> None:
         lineage.skip(key, layer)
 
 
-def note_read(pools: Any, key: _Key, layer: Any, index: Any) -> None:
+def note_read(pools: Any, key: _Key, layer: Any) -> None:
     """Notes a read of the present model call."""
     if (lineage := present()) is not None:
-        lineage.read(pools, key, layer, is_static=index is None and not isinstance(layer, Tracer))
+        lineage.read(pools, key, layer)

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from kvjax._arrays import pick
 from kvjax.layers import NUM_TOKENS, static_int
 from kvjax.pools.device import Pools, check_fit
-from kvjax.pools.lineage import note_skipped, note_write
+from kvjax.pools.lineage import layer_at, note, note_skipped, note_write
 from kvjax.pools.views import View
 from pallas_kernels.loops import fori_loop
 from pallas_kernels.schedule import Work, block_tiles, tile_width
@@ -75,6 +75,7 @@ def recur(
     group, pool, index, arrays = pools.at(layer, index)
     if not isinstance(arrays, dict):
         raise ValueError(f"layer: got {layer}, which has K/V, wanted a recurrent layer; `attend` serves this one")
+    layer_number = layer_at(pools, (group, pool), layer, given_index)
     width = static_int("width", width, 1)
     _check_inputs(inputs, view)
     shape = view.positions.shape
@@ -101,11 +102,12 @@ def recur(
             outputs.append(chunk_outputs)
     outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
     outputs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), outputs)
+    note(layer_number, inputs=inputs, outputs=outputs)
     if not keep:
-        note_skipped((group, pool), layer)
+        note_skipped((group, pool), layer_number)
         return outputs, pools
     result = pools.with_pool(group, pool, snapshots.arrays)
-    return outputs, note_write(pools, result, (group, pool), layer, given_index)
+    return outputs, note_write(pools, result, (group, pool), layer_number)
 
 
 class _Rows(NamedTuple):

@@ -11,7 +11,7 @@ import pallas_kernels
 from kvjax.checks import floats
 from kvjax.layers import MeshAxes
 from kvjax.pools.device import Pools, attention_pool, check_fit, checked_kv, heads_of, own_slots, write
-from kvjax.pools.lineage import note_write, probed_kv
+from kvjax.pools.lineage import layer_at, note_write, probed_kv
 from kvjax.pools.views import View
 from pallas_kernels.rotary import rotate
 
@@ -64,7 +64,8 @@ def rope_write(
     if 2 * angles[0].shape[-1] < q.shape[-1]:
         pools = write(pools, layer, rotate(k, angles), v, view, index=index, implementation=implementation)
         return rotate(q, angles), pools
-    k, v = probed_kv(layer, k, v)
+    layer_number = layer_at(pools, (group, pool), layer, index)
+    k, v = probed_kv(layer_number, k, v)
     scales = pools.scales_of(group, pool)
     context = pools.context(group)
 
@@ -90,7 +91,7 @@ def rope_write(
         out_axes = token_axes, *(pool_axes for _ in jax.tree.leaves((array, scales)))
         q, *written = pools.over_devices(group, append, operands, axes, out_axes)
     result = pools.with_pool(group, pool, *written)
-    return q, note_write(pools, result, (group, pool), layer, index)
+    return q, note_write(pools, result, (group, pool), layer_number)
 
 
 def _check(q: jax.Array, angles: tuple[jax.Array, jax.Array], view: View, heads: tuple[int, int]) -> None:

@@ -8,6 +8,7 @@ Unwritten slots hold NaN. The first array of a layer with a difference from the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.model import call, forward
+from kvjax.model import call, described, forward
 from kvjax.model import check_model as check_pytree
 from kvjax.pools.device import Pools, init_pools
 from kvjax.pools.lineage import Probe
@@ -28,7 +29,7 @@ BLOCK_SIZE = 4
 ROWS = 3
 CHUNK = 3  # splits blocks
 _MAX_WINDOW = 48  # a longer window has no edge in a short text
-# Of the largest logit. The coarsest dtype of the pools and of the model's arrays counts.
+# Of the largest logit. The coarsest dtype counts, of the pools, the model's arrays and the arrays that it computes.
 TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2, "int8": 1e-1, "float8_e4m3fn": 3e-1}
 
 
@@ -58,8 +59,10 @@ def check_model(
       model: see `kvjax.serving.Model`, in evaluation mode.
       spec: the spec of your cache. Its layers and dtypes count: the trial makes a small cache of its own.
       reference: from tokens i32[1, T] to logits f32[1, T, V] without a cache, such as your forward pass for training.
+        It runs outside of jit.
       tolerance: the largest difference of logits, relative to the largest logit. None means 1e-3 in float32, 2e-2 in
-        float16, 6e-2 in bfloat16, 0.1 in int8 and 0.3 in float8, by the coarsest dtype of the model and the pools.
+        float16, 6e-2 in bfloat16, 0.1 in int8 and 0.3 in float8, by the coarsest dtype of the pools and of the arrays
+        that the model has and computes.
       seed: the seed of the text.
 
     Returns:
@@ -84,15 +87,16 @@ def check_model(
       positions
     """
     check_pytree(model)
-    trial = _Trial(model, spec, tolerance, seed)
-    trial.run_all_at_once()
-    if reference is not None:
-        trial.compare_with(reference)
-    trial.run_in_chunks(1, "one token at a time")
-    trial.run_in_chunks(CHUNK, f"in chunks of {CHUNK} tokens")
-    trial.run_after_a_hit()
-    trial.run_with_neighbours()
-    trial.run_flat()
+    with jax.debug_nans(False), jax.debug_infs(False):  # unwritten slots hold NaN
+        trial = _Trial(model, spec, tolerance, seed)
+        trial.run_all_at_once()
+        if reference is not None:
+            trial.compare_with(reference)
+        trial.run_in_chunks(1, "one token at a time")
+        trial.run_in_chunks(CHUNK, f"in chunks of {CHUNK} tokens")
+        trial.run_after_a_hit()
+        trial.run_with_neighbours()
+        trial.run_flat()
     return trial.errors
 
 
@@ -130,25 +134,29 @@ class _Trial:
     def __init__(self, model: Any, spec: CacheSpec, tolerance: float | None, seed: int):
         windows = [group.window for group in spec.groups if group.window and not group.recurrent]
         longest = max([window for window in windows if window <= _MAX_WINDOW], default=0)
-        self.length = max(3 * BLOCK_SIZE + 2, longest + BLOCK_SIZE + 2)
+        # A model may have learned positions, for rows of the cache alone.
+        self.length = min(max(3 * BLOCK_SIZE + 2, longest + BLOCK_SIZE + 2), spec.max_length)
         self.columns = -(-self.length // BLOCK_SIZE) + 1
         self.spec = _small(spec, self.columns)
         self.model = model
         self.empty: CacheState = jax.device_get(init(self.spec))
-        self.tolerance = _tolerance(model, spec) if tolerance is None else tolerance
         self.rng = np.random.default_rng(seed)
         self.errors: dict[str, float] = {}
         self._programs: dict[Any, Any] = {}
-        self._uses_cache = False  # whether the model writes or reads K/V
+        self._probe = Probe()  # of the last traced call
+        self._unread: list[int] = []  # layers with K/V that no attention reads
         pools = jax.eval_shape(lambda: init_pools(self.spec))
         tokens = np.zeros((1, self.length), np.int32)
         last = np.zeros(1, np.int32)
         try:
-            logits, _ = jax.eval_shape(forward, model, tokens, pools, self._view({0: self.length}), last)
+            program, (logits, _) = jax.make_jaxpr(forward, return_shape=True)(
+                model, tokens, pools, self._view({0: self.length}), last
+            )
         except ValueError as error:
             is_outside = str(error).startswith("view: got one of a cache with")  # the trial has a cache of its own
             outside = "pools: the model takes pools from outside of its call, wanted its argument `pools`"
             raise AssertionError(outside if is_outside else str(error)) from error
+        self.tolerance = _tolerance(model, spec, str(program)) if tolerance is None else tolerance
         self.vocabulary = logits.shape[-1]
         self.text = self.rng.integers(0, self.vocabulary, self.length).astype(np.int32)
         self.others = [self.rng.integers(0, self.vocabulary, self.length).astype(np.int32) for _ in range(ROWS - 1)]
@@ -192,7 +200,7 @@ class _Trial:
                 probe = edit or Probe()
                 logits, pools = call(model, tokens, pools, view, last, probe)
                 order[:] = probe.noted
-                self._uses_cache = self._uses_cache or probe.uses_cache
+                self._probe = probe
                 return logits, pools, list(probe.noted.values())
 
             quick = {"xla_backend_optimization_level": 0}
@@ -218,7 +226,7 @@ class _Trial:
         fresh = self._view({0: self.length})
         runs = [self._call(self.text[None], self._poisoned(), fresh, [t]) for t in range(self.length)]
         self.base = _Run(np.stack([run.logits[0] for run in runs]), runs[-1].pools, runs[-1].noted)
-        self.size = max(float(np.nanmax(np.abs(self.base.logits))), 1e-6)
+        self.size = _size(self.base.logits)
         if np.isnan(self.base.logits).any():
             raise AssertionError(f"{self._first_nan()}: NaN, from weights, or from slots that nobody has written")
         again = self._call(self.text[None], self._poisoned(), fresh, [self.length - 1])
@@ -227,14 +235,19 @@ class _Trial:
                 "model: got two results for the same call, wanted a model in evaluation mode (dropout?)"
             )
         self._check_written(self.base.pools)
-        layers = {layer for name, layer in self.base.noted if name == "k"}
-        unread = sorted(layers - {layer for name, layer in self.base.noted if name == "out"})
-        if unread:
-            layer = unread[0]
+        reads = self._probe.reads
+        self._unread = sorted({layer for name, layer in self.base.noted if name == "k"} - reads.keys())
+        layer, num_reads = next(iter(reads.most_common(1)), (0, 0))
+        if self._unread and num_reads > 1:
             raise AssertionError(
-                f"attend of layer {layer}: is missing. The model writes the K/V of layer {layer} and never reads them: "
-                f"use kvjax.attend(q, pools, {layer}, view)"
+                self._missing_attend(self._unread[0], f", and those of layer {layer} {num_reads} times")
             )
+
+    def _missing_attend(self, layer: int, words: str) -> str:
+        return (
+            f"attend of layer {layer}: is missing. The model writes the K/V of layer {layer} and never reads "
+            f"them{words}: use kvjax.attend(q, pools, {layer}, view)"
+        )
 
     def _check_written(self, pools: Pools) -> None:
         """Raises an error for layers whose slots of the text are still poisoned, if the model writes at all.
@@ -257,7 +270,7 @@ class _Trial:
                 f"layer: the model never writes {names}, wanted each layer's own number in kvjax.write and "
                 "kvjax.attend, in a scan one of jnp.arange(layers)"
             )
-        if missing and self._uses_cache:
+        if missing and self._probe.uses_cache:
             raise AssertionError(
                 f"pools: the model returns pools without the writes of {names}, wanted the result of the last "
                 "kvjax.write, in a scan as its carry"
@@ -277,9 +290,10 @@ class _Trial:
 
     def run_after_a_hit(self) -> None:
         """A row with two cached blocks of row 0 computes the rest."""
-        cached = 2 * BLOCK_SIZE
+        num_blocks = min(2, (self.length - 1) // BLOCK_SIZE)
+        cached = num_blocks * BLOCK_SIZE
         tokens = self._padded(self.text[cached:], np.zeros(self.length, np.int32))[:1]
-        now = self._view({0: self.length, 1: self.length}, {1: cached}, rows=[1], shared=2)
+        now = self._view({0: self.length, 1: self.length}, {1: cached}, rows=[1], shared=num_blocks)
         run = self._call(tokens, self.base.pools, now, [self.length - cached - 1])
         positions = {(0, i): cached + i for i in range(self.length - cached)}
         self._compare("after a cached prefix", run, positions, [(0, self.length - 1)])
@@ -297,16 +311,19 @@ class _Trial:
 
     def run_flat(self) -> None:
         """Rows on a common axis, and mixed with a decoding row."""
-        others = self.others[0][:5]
-        tokens = np.concatenate([others, self.text, np.zeros(3, np.int32)])[None]
-        state = self._state({0: 5, 1: self.length}, {})
-        now = ragged(state, np.array([5, self.length], np.int32), tokens.shape[1], np.array([0, 1], np.int32))
-        positions = {(0, 5 + i): i for i in range(self.length)}
-        run = self._call(tokens, self._poisoned(), now, [4, 5 + self.length - 1])
+        other = self.others[0][:5]
+        num_others = len(other)
+        tokens = np.concatenate([other, self.text, np.zeros(3, np.int32)])[None]
+        counts = np.array([num_others, self.length], np.int32)
+        now = ragged(self._state(dict(enumerate(counts)), {}), counts, tokens.shape[1], np.array([0, 1], np.int32))
+        positions = {(0, num_others + i): i for i in range(self.length)}
+        run = self._call(tokens, self._poisoned(), now, [num_others - 1, num_others + self.length - 1])
         self._compare("in a ragged view", run, positions, [(1, self.length - 1)])
         # Row 0 decodes its last token, and row 1 computes the whole text.
         state = self._state({0: self.length, 1: self.length}, {0: self.length - 1})
-        pools = self._without_released(self.base.pools, self.length - 1)
+        before = self._view({0: self.length - 1})
+        run = self._call(self.text[None], self._poisoned(), before, [max(self.length - 2, 0)])
+        pools = self._without_released(run.pools, self.length - 1)
         tokens = np.concatenate([[self.text[-1]], np.zeros(ROWS - 1, np.int32), self.text])[None].astype(np.int32)
         decodes = np.arange(ROWS) == 0
         now = mixed(state, decodes, np.array([1], np.int32), np.array([self.length], np.int32), self.length)
@@ -330,7 +347,8 @@ class _Trial:
     # Comparisons.
 
     def _error(self, got: np.ndarray, wanted: np.ndarray) -> float:
-        difference = np.abs(got - wanted)
+        is_same = got == wanted  # also -inf, for tokens that the model excludes
+        difference = np.where(is_same, 0, np.abs(np.where(is_same, 0, got) - wanted))
         return float("inf") if np.isnan(difference).any() else float(difference.max(initial=0)) / self.size
 
     def _compare(
@@ -356,18 +374,27 @@ class _Trial:
         ends = f"The logits of the text differ {form}"
         if not self.base.noted:
             return self._without_layers(ends)
+        agreeing = list(itertools.takewhile(lambda key: key not in different, self.base.noted))
+        for layer in self._unread:
+            if ("k", layer) in agreeing:
+                return self._missing_attend(layer, f". {ends}")
         if not different:
             return f"last: {ends}, though all layers agree: take the positions `last`, x[jnp.arange(x.shape[0]), last]"
-        name, layer = next(key for key in self.base.noted if key in different)
+        name, layer = list(self.base.noted)[len(agreeing)]
         position = different[name, layer]
         where = f"{ends}, first {name} of layer {layer} at position {position}"
         same_v = ("v", layer) in self.base.noted and ("v", layer) not in different
         if name in ("q", "k") and same_v:
             return f"positions: {where}, though its v is the same: rotate q and k of layer {layer} by view.positions"
-        if name != "out" and self._ignores_positions():
+        if name not in ("out", "outputs") and self._ignores_positions():
             return f"positions: {where}, and the model does not use view.positions: use them in place of jnp.arange"
         if name == "out":
             return f"attend of layer {layer}: {where}, though q, k and v are the same: its mask, scale or pools differ"
+        if name == "outputs":
+            return (
+                f"recur of layer {layer}: {where}, though its inputs are the same: its cell must not change the states "
+                "by tokens after the first `count`"
+            )
         return (
             f"layer {layer}: {where}: the arrays before its write depend on more than the token and view.positions, "
             "such as other tokens of the call, their number or the row"
@@ -394,9 +421,11 @@ class _Trial:
 
     def compare_with(self, reference: Callable[[jax.Array], jax.Array]) -> None:
         """Compares all logits with a model without a cache. Tries changes to explain a difference."""
-        wanted = np.asarray(jax.jit(lambda tokens: reference(tokens))(self.text[None]), np.float32).reshape(
-            self.length, -1
-        )
+        result = reference(jnp.asarray(self.text[None]))
+        shape = (1, self.length, self.vocabulary)
+        if np.shape(result) != shape:
+            raise ValueError(f"reference: got {described(result)}, wanted logits f32{list(shape)}")
+        wanted = np.asarray(result, np.float32)[0]
         form = "all at once, from the reference"
         errors = [self._error(got, want) for got, want in zip(self.base.logits, wanted, strict=True)]
         self.errors[form] = max(errors)
@@ -443,6 +472,13 @@ def _small(spec: CacheSpec, columns: int) -> CacheSpec:
     )
 
 
+def _size(logits: np.ndarray) -> float:
+    """The largest logit of [T, V], without those that are the same for all tokens, such as -inf for padding."""
+    varies = (logits != logits[:1]).any(axis=0)
+    sizes = np.abs(logits[:, varies] if varies.any() else logits)
+    return max(float(sizes.max(initial=0, where=np.isfinite(sizes))), 1e-6)
+
+
 def _poison(array: jax.Array) -> jax.Array:
     """NaN in every slot, or wrong numbers. The counters of snapshots stay: they say no snapshot is there."""
     if jnp.issubdtype(array.dtype, jnp.floating):
@@ -450,8 +486,9 @@ def _poison(array: jax.Array) -> jax.Array:
     return jnp.full_like(array, -128) if array.dtype == jnp.int8 else array
 
 
-def _tolerance(model: Any, spec: CacheSpec) -> float:
-    """The tolerance for the coarsest dtype of the pools and of the model's arrays."""
+def _tolerance(model: Any, spec: CacheSpec, program: str) -> float:
+    """The tolerance for the coarsest dtype of the pools, of the model's arrays, and of the arrays of its program."""
     dtypes = {pool.dtype for group in spec.groups for pool in group.pools if not pool.arrays}
     dtypes |= {str(leaf.dtype) for leaf in jax.tree.leaves(model) if hasattr(leaf, "dtype")}
+    dtypes |= {dtype for dtype, short in (("bfloat16", ":bf16["), ("float16", ":f16[")) if short in program}
     return max([TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES], default=TOLERANCES["float32"])

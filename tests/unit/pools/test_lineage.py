@@ -169,6 +169,48 @@ def test_right_models_pass_under_a_gradient(name):
     assert jax.eval_shape(jax.grad(loss), WEIGHTS, cache)["out"].shape == (LAYERS, 8, 8)
 
 
+def numbered(number, index=lambda i: None):
+    """A model whose layers have their numbers, or their indices in the pool, as other kinds of integers."""
+
+    def model(weights, tokens, pools, view, *, last):
+        h = weights["embed"][tokens][:, :, None]
+        for i in range(LAYERS):
+            pools = kvjax.write(pools, number(i), h, h, view, index=index(i))
+            h = h + kvjax.attend(h, pools, number(i), view, index=index(i))
+        return h[jnp.arange(h.shape[0]), last, 0] @ weights["embed"].T, pools
+
+    return jax.tree_util.Partial(model, WEIGHTS)
+
+
+@pytest.mark.parametrize("number", [np.int32, jnp.int32])
+def test_numbers_of_layers_may_be_arrays_also_outside_of_jit(number):
+    step(numbered(number))
+    cache = kvjax.Cache.create(SPECS["one pool"])
+    view = cache.view(1)
+    tokens = np.zeros((1, 1), np.int32)
+    logits, _ = call(numbered(number), tokens, cache.pools, view, np.zeros(1, np.int32))
+    assert logits.shape == (1, 50)
+
+
+@pytest.mark.parametrize(
+    ("index", "wanted"),
+    [
+        (lambda i: i, None),
+        (jnp.int32, None),
+        (lambda i: 2 * i, r"layer: got 2 a second time"),  # the index 4 is clamped
+        (lambda i: 0, r"layer: got 0 a second time"),
+        (lambda i: min(i, 1), r"layer: got 1 a second time"),
+    ],
+)
+def test_an_index_in_a_pool_stands_for_its_layer(index, wanted):
+    model = numbered(lambda i: 0, index)
+    if wanted is None:
+        step(model)
+        return
+    with pytest.raises(ValueError, match=f"^{wanted}"):
+        step(model)
+
+
 @pytest.mark.parametrize("transform", [jax.checkpoint, jax.jit])
 def test_stale_pools_are_found_between_transformed_layers(transform):
     with pytest.raises(ValueError, match=r"the model returns the pools that the model was given"):

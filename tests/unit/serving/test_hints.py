@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 import kvjax
+from kvjax.model import forward
 from kvjax.serving import make_requests
 from tests import drive
 from tests.serving_kit import NUMBERS, successor
@@ -103,6 +104,58 @@ def test_a_layer_in_training_mode_is_refused_with_a_hint_at_eval(layer):
     if isinstance(model, nnx.Module):
         model.eval()
         drive.stream(model, cache, [[1, 2, 3]])
+
+
+class Transformed(nnx.Module):
+    """Calls a layer inside of a transformation of NNX, which puts new arrays with the same values into the layer."""
+
+    def __init__(self, transform, layer):
+        self.transform = transform
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.transform(lambda layer, x: layer(x))(self.layer, x)
+
+
+def twice(function):
+    """`nnx.remat` inside of `nnx.scan`, over stacked layers."""
+    scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return scan(nnx.remat(function))
+
+
+def linear(rngs):
+    return nnx.Linear(NUMBERS, NUMBERS, rngs=rngs)
+
+
+TRANSFORMED = {
+    "jit": lambda: Transformed(nnx.jit, linear(nnx.Rngs(0))),
+    "remat": lambda: Transformed(nnx.remat, linear(nnx.Rngs(0))),
+    "jit of remat": lambda: Transformed(lambda function: nnx.jit(nnx.remat(function)), linear(nnx.Rngs(0))),
+    "scan of remat": lambda: Transformed(twice, nnx.vmap(linear)(nnx.Rngs(0).split(2))),
+}
+
+
+def called(model):
+    """Traces a call of a model."""
+    cache = kvjax.Cache.create(SPEC)
+    tokens = np.zeros((2, 1), np.int32)
+    return jax.eval_shape(forward, model, tokens, cache.pools, cache.view(1), np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_layers_inside_of_transformations_of_nnx_are_not_taken_for_a_change(transform):
+    logits, _ = called(OfNNX(TRANSFORMED[transform]()))
+    assert logits.shape == (2, NUMBERS)
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_a_layer_in_training_mode_inside_of_a_transformation_is_refused(transform):
+    layer = nnx.BatchNorm(NUMBERS, rngs=nnx.Rngs(0))
+    model = OfNNX(Transformed(transform, layer))
+    with pytest.raises(ValueError, match=r"^model: got a model that its call changes"):
+        called(model)
+    model.eval()
+    called(model)
 
 
 def test_a_call_that_changes_a_models_attribute_is_refused():

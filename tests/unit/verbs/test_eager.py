@@ -26,6 +26,23 @@ def test_the_second_call_of_a_verb_outside_jit_is_reported_once(caplog, monkeypa
     assert "Write once trim = jax.jit(kvjax.trim, static_argnames=('max_tokens',)), or the same" in record.getMessage()
 
 
+def test_a_step_outside_jit_is_reported_by_its_own_name(caplog, monkeypatch):
+    monkeypatch.setattr(checks, "_eager_calls", {})
+    model = jax.tree_util.Partial(next_number)
+    tokens = np.zeros((2, 1), np.int32)
+    for _ in range(2):
+        kvjax.step(model, kvjax.Cache.create(SPEC), tokens, np.zeros(2, np.int32), logits="all")
+    (record,) = caplog.records
+    assert "step = jax.jit(kvjax.step, static_argnames=('logits',)), or the same with" in record.getMessage()
+    jax.eval_shape(lambda cache: kvjax.step(model, cache, tokens, np.ones(2, np.int32)), kvjax.Cache.create(SPEC))
+    assert checks._eager_calls == {"step": 2}
+
+
+def next_number(tokens, pools, view, *, last):
+    del view
+    return jax.nn.one_hot(tokens if last is None else tokens[np.arange(2), last], 9), pools
+
+
 def test_views_and_programs_are_not_counted(monkeypatch):
     monkeypatch.setattr(checks, "_eager_calls", {})
     state = kvjax.init(SPEC)
