@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from kvjax._arrays import add, count, fence, is_among, loop, pick, put, rank
 from kvjax.events.records import EventKind, Records, record
-from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
+from kvjax.state import COPYING, NO_BLOCK, EvictionPolicy, Group, Host
 
 LEFT = -2  # `Host.backup` of a block that left the device by its backup, until the host's policy knows it
 _LONGEST = jnp.iinfo(jnp.int32).max
@@ -172,7 +172,7 @@ def settle(group: Group, policy: EvictionPolicy, now: jax.Array, when: jax.Array
     has_left = (backup == LEFT) & when
     waited = blocks.clock - blocks.released
     order = jnp.lexsort((-waited, ~has_left)).astype(jnp.int32)
-    cached = pick(has_left & (blocks.refcount == 0), order)
+    cached = pick(has_left & (blocks.refcount % COPYING == 0), order)  # the source of a copy has a turn too
     seen = blocks.replace(children=host.num_host_children)
     host = host.replace(
         backup=jnp.where(has_left, NO_BLOCK, backup),
@@ -190,7 +190,7 @@ def droppable(group: Group, exempt: jax.Array | None = None) -> tuple[jax.Array,
     host, backup = with_backups(group)
     parent = blocks.parent[:, 0]
     backed = (backup >= 0) & (blocks.fill > 0)
-    waited = jnp.where(blocks.refcount > 0, -1, blocks.clock - blocks.released)
+    waited = jnp.where(blocks.refcount % COPYING > 0, -1, blocks.clock - blocks.released)
     waited = jnp.where(host.num_host_children > 0, _LONGEST, waited)
     if exempt is not None:
         waited = jnp.where(exempt, _LONGEST, waited)
