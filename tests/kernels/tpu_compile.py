@@ -51,7 +51,7 @@ from models.placement import partition_spec
 TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LIMIT = 0.2  # of the pools' bytes, for temporaries
 # The requests' and the index's arrays are large beside the tiny blocks of the bundled model.
-LIMITS = {"serve_tokens": 0.35}
+LIMITS = {"serve_tokens": 0.35, "serve_tiers_tokens": 0.35}
 WITH_MODEL = "block", "step", "serve", "rollout"  # the first words of cases
 SEPARATE = *WITH_MODEL, "verbs"  # the first words of cases that take long to compile
 BLOCKS_OF = Pools, host.HostPools, stage.Staged
@@ -329,7 +329,8 @@ programs:
   tier.
 - **verbs**: all verbs but admit, one after the other, with a host tier.
 - **block**: a block of 8 decode steps of a small decoder, 16 rows. **step**: `kvjax.step` of 2 x 64 tokens.
-- **serve**: the loop of the scheduler with the bundled model. **rollout**: 8 completions of 64 tokens of 2 prompts.
+- **serve**: the loop of the scheduler with the bundled model. **serve tiers**: the same loop moves blocks between the
+  tiers. **rollout**: 8 completions of 64 tokens of 2 prompts.
 
 A **mesh** is 2 x 2 chips that divide the kv heads. Names with **tokens** have `layout="tokens"`, all others "heads".
 
