@@ -148,8 +148,13 @@ def would_lose(
     return jnp.any((jnp.arange(size, dtype=jnp.int32) < num_victims) & ~has_backup(group, victims))
 
 
-def lacks_backups(group: Group, policy: EvictionPolicy, size: int, now: jax.Array) -> jax.Array:
-    """bool[]; whether a victim for `size` blocks has no backup. Blocks that a loop cannot evict are victims too."""
+def lacks_backups(
+    group: Group, policy: EvictionPolicy, size: int, now: jax.Array, is_kept: jax.Array | None = None
+) -> jax.Array:
+    """bool[]; whether a victim for `size` blocks has no backup. Blocks that a loop cannot evict are victims too.
+
+    Victims outside bool[B] `is_kept` get no backup, so they do not count.
+    """
     blocks = group.blocks
     num_victims = jnp.clip(size - group.num_empty, 0, group.num_cached)
 
@@ -158,8 +163,10 @@ def lacks_backups(group: Group, policy: EvictionPolicy, size: int, now: jax.Arra
         return cached & group.arrived(ids) & group.on_device(ids)
 
     victims, _ = policy.chosen(group.policy, blocks, eligible, num_victims, now, size)
-    is_named = jnp.arange(size, dtype=jnp.int32) < num_victims
-    return jnp.any(is_named & eligible(victims) & ~has_backup(group, victims))
+    is_named = (jnp.arange(size, dtype=jnp.int32) < num_victims) & eligible(victims)
+    if is_kept is not None:
+        is_named = is_named & pick(is_kept, victims)
+    return jnp.any(is_named & ~has_backup(group, victims))
 
 
 def settle(group: Group, policy: EvictionPolicy, now: jax.Array, when: jax.Array | bool = True) -> Group:
