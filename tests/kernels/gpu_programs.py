@@ -146,9 +146,7 @@ def sharded_loop():
 def host_pools(pools):
     """The host's pools of a cache."""
     (group,) = pools.spec.groups
-    arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((group.num_host_blocks, *x.shape[1:]), x.dtype), pools.arrays
-    )
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct((group.num_host_blocks, *x.shape[1:]), x.dtype), pools.arrays)
     return HostPools(arrays, pools.spec)
 
 
