@@ -9,7 +9,8 @@ and one to three for its answer. The cache is metadata alone, with a single row.
 - "copies": where the next request finds blocks on the host. The next victims have copies on the host (`backup`), so
   evictions stop nothing. Blocks without a copy are lost.
 - "strict": also where an eviction would lose a block, as with `Scheduler(stop_before_loss=True)`.
-- "program": never. Each admission brings blocks back, and copies the next victims, inside the loop.
+- "program": never. Each admission brings blocks back inside the loop. Before it, the loop copies the next victims, as
+  many as an admission can take.
 
 Hits are shares of the tokens of all requests. A stop is an admission by the host. The first `--checked` requests are
 also given to the cache in plain Python, for "ahead" and "copies". It has to count the same.
@@ -51,7 +52,8 @@ FIGURES = {
 }
 BARS = {f"{way}_{name}": Bar(f"{text}: {way}", "") for way in WAYS for name, text in FIGURES.items()}
 NOTES = """
-`--trace` takes another trace, `--requests` its first requests, and `--ahead` the number of victims that get copies.
+`--trace` takes another trace, `--requests` its first requests, and `--ahead` the number of victims that get copies
+before a loop.
 """
 BOTH = ("device", "host")
 TALLY = ("removed", "left", "device", "host", "out", "back")
@@ -82,7 +84,7 @@ class Run:
     def __init__(self, way: str, size: Size, prompts: np.ndarray, lengths: np.ndarray):
         self.way = way
         self.size = size
-        self.ahead = min(size.ahead, size.num_blocks)
+        self.ahead = min(size.width if way == "program" else size.ahead, size.num_blocks)
         self.prompts = jnp.asarray(prompts)
         self.lengths = jnp.asarray(lengths)
         spec = kvjax.make_spec(

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from kvjax._arrays import add, count, fence, is_among, loop, pick, put, rank
 from kvjax.events.records import EventKind, Records, record
-from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
+from kvjax.state import COPYING, NO_BLOCK, EvictionPolicy, Group, Host
 
 LEFT = -2  # `Host.backup` of a block that left the device by its backup, until the host's policy knows it
 _LONGEST = jnp.iinfo(jnp.int32).max
@@ -148,8 +148,13 @@ def would_lose(
     return jnp.any((jnp.arange(size, dtype=jnp.int32) < num_victims) & ~has_backup(group, victims))
 
 
-def lacks_backups(group: Group, policy: EvictionPolicy, size: int, now: jax.Array) -> jax.Array:
-    """bool[]; whether a victim for `size` blocks has no backup. Blocks that a loop cannot evict are victims too."""
+def lacks_backups(
+    group: Group, policy: EvictionPolicy, size: int, now: jax.Array, is_kept: jax.Array | None = None
+) -> jax.Array:
+    """bool[]; whether a victim for `size` blocks has no backup. Blocks that a loop cannot evict are victims too.
+
+    Victims outside bool[B] `is_kept` get no backup, so they do not count.
+    """
     blocks = group.blocks
     num_victims = jnp.clip(size - group.num_empty, 0, group.num_cached)
 
@@ -158,8 +163,10 @@ def lacks_backups(group: Group, policy: EvictionPolicy, size: int, now: jax.Arra
         return cached & group.arrived(ids) & group.on_device(ids)
 
     victims, _ = policy.chosen(group.policy, blocks, eligible, num_victims, now, size)
-    is_named = jnp.arange(size, dtype=jnp.int32) < num_victims
-    return jnp.any(is_named & eligible(victims) & ~has_backup(group, victims))
+    is_named = (jnp.arange(size, dtype=jnp.int32) < num_victims) & eligible(victims)
+    if is_kept is not None:
+        is_named = is_named & pick(is_kept, victims)
+    return jnp.any(is_named & ~has_backup(group, victims))
 
 
 def settle(group: Group, policy: EvictionPolicy, now: jax.Array, when: jax.Array | bool = True) -> Group:
@@ -172,7 +179,7 @@ def settle(group: Group, policy: EvictionPolicy, now: jax.Array, when: jax.Array
     has_left = (backup == LEFT) & when
     waited = blocks.clock - blocks.released
     order = jnp.lexsort((-waited, ~has_left)).astype(jnp.int32)
-    cached = pick(has_left & (blocks.refcount == 0), order)
+    cached = pick(has_left & (blocks.refcount % COPYING == 0), order)  # the source of a copy has a turn too
     seen = blocks.replace(children=host.num_host_children)
     host = host.replace(
         backup=jnp.where(has_left, NO_BLOCK, backup),
@@ -190,7 +197,7 @@ def droppable(group: Group, exempt: jax.Array | None = None) -> tuple[jax.Array,
     host, backup = with_backups(group)
     parent = blocks.parent[:, 0]
     backed = (backup >= 0) & (blocks.fill > 0)
-    waited = jnp.where(blocks.refcount > 0, -1, blocks.clock - blocks.released)
+    waited = jnp.where(blocks.refcount % COPYING > 0, -1, blocks.clock - blocks.released)
     waited = jnp.where(host.num_host_children > 0, _LONGEST, waited)
     if exempt is not None:
         waited = jnp.where(exempt, _LONGEST, waited)

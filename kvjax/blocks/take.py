@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, either, fence, pick, put, skip_unless
+from kvjax._arrays import count, either, fence, once, pick, put, skip_unless
 from kvjax.blocks.backups import backs_up, has_backup, leave_by_backup
 from kvjax.blocks.publish import leave_index
 from kvjax.blocks.transfers import take_over_tiers
@@ -104,15 +104,19 @@ def _evict(
     num_victims = jnp.where(ok, wanted, 0)
     is_victim = num_victims > index
     group = group.replace(blocks=blocks)
-    taken_ids = victims
-    updated = no_records()
     backed = is_victim & has_backup(group, victims) if backs_up(group) else None
     is_removed = is_victim if backed is None else is_victim & ~backed
     group, removed = leave_index(group, group_index, victims, is_removed, counted=False, backed=False)
-    if backed is not None:
-        group, taken_ids, updated = leave_by_backup(group, group_index, victims, backed)
     group = group.replace(num_cached=group.num_cached - num_victims, policy=either(ok, pstate, group.policy))
-    if backed is not None:
-        gone = jnp.where(backed, victims, NO_BLOCK)
-        group = group.replace(policy=policy.forgot(group.policy, group.blocks, gone))
+    if backed is None:
+        return group, victims, ok, removed, no_records()
+
+    def leave(carry: tuple[Group, jax.Array, Records]) -> tuple[Group, jax.Array, Records]:
+        group, ids, _ = carry
+        gone = jnp.where(backed, ids, NO_BLOCK)
+        group, taken_ids, updated = leave_by_backup(group, group_index, ids, backed)
+        return group.replace(policy=policy.forgot(group.policy, group.blocks, gone)), taken_ids, updated
+
+    nothing: Any = jnp.asarray(no_records(size).records)
+    group, taken_ids, updated = once(jnp.any(backed), leave, (group, victims, Records(nothing)))
     return group, taken_ids, ok, removed, updated

@@ -47,7 +47,8 @@ class HostTier[C: AnyCache]:
             compile_moves(state.cache.pools, cast(HostPools, host), group_index)
             if self.spec.backups:
                 self.call(TieredCache.backup, max_blocks=self._max_copied(group_index), group=group_index)
-            self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
+            else:
+                self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
         if self.groups:
             self.onboard(jax.device_get(state.serving.requests), 0, 0)  # refused, because it has no tokens
             state.serving = _leave(state.serving, np.int32(0), np.bool_(False))

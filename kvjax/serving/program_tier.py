@@ -13,6 +13,7 @@ from kvjax._arrays import either, once
 from kvjax.blocks import windows
 from kvjax.blocks.backups import lacks_backups
 from kvjax.blocks.rows import Prompt, most_columns
+from kvjax.blocks.tiers import priorities
 from kvjax.cache import Cache
 from kvjax.events.log import Log
 from kvjax.events.records import Events
@@ -49,7 +50,10 @@ def back_up(serving: Serving, log: Log, scheduler: Scheduler, now: jax.Array) ->
         max_blocks = num_ahead(spec, scheduler, serving.width, group_index)
         state = serving.cache.state
         policy = windows.policy_of(state, group_index)
-        lacks_any = lacks_backups(state.groups[group_index], policy, max_blocks, now)
+        is_kept = None
+        if spec.offload_min_priority > 0:
+            is_kept = priorities(state, now)[group_index] >= spec.offload_min_priority
+        lacks_any = lacks_backups(state.groups[group_index], policy, max_blocks, now, is_kept)
 
         def copy(carry: tuple[Serving, Log], max_blocks: int = max_blocks, group: int = group_index):
             serving, log = carry

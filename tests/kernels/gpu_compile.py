@@ -33,6 +33,7 @@ import kvjax
 import kvjax.stores
 import pallas_kernels
 from kvjax.pools.context import Context
+from kvjax.pools.host import HostPools
 from kvjax.pools.placement import Placement
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -277,9 +278,13 @@ def on_gpus(target: str, gpus: dict[str, int], args, *specs):
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(*gpus.values(),), axis_names=(*gpus,))
 
     def put(arg, spec):
+        if isinstance(arg, HostPools):
+            on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host), arg)
         return jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(put, args, jax.tree.broadcast(specs[0] if specs else P(), args)), mesh
+    partitions = jax.tree.broadcast(specs[0] if specs else P(), args)
+    return jax.tree.map(put, args, partitions, is_leaf=lambda arg: isinstance(arg, HostPools)), mesh
 
 
 def compile_for(mesh, function, args, donate, dump: str, **options):

@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from benchmarks import gpu
 from kvjax.events.log import init_log
+from kvjax.pools.host import HostPools
 from kvjax.serving import Scheduler, init_serving, ngram, serve, worst_step
 from kvjax.serving.decode import Rows, decode, decode_log
 from models.config import LayerConfig, ModelConfig
@@ -142,12 +143,24 @@ def sharded_loop():
     return run, ((model,), cache, *rest), donate, ((weights,), parts, *[P()] * len(rest))
 
 
-def scheduled(k: int = BLOCK, drafter=None):
-    """The loop of the scheduler around a model with a single kernel: 128 rows, 256 requests."""
-    cache = make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192)
+def host_pools(pools):
+    """The host's pools of a cache."""
+    (group,) = pools.spec.groups
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct((group.num_host_blocks, *x.shape[1:]), x.dtype), pools.arrays)
+    return HostPools(arrays, pools.spec)
+
+
+def scheduled(k: int = BLOCK, drafter=None, in_program=False, **options):
+    """The loop of the scheduler around a model with a single kernel: 128 rows, 256 requests.
+
+    With `in_program` the loop moves blocks between the tiers.
+    """
+    cache = make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192, **options)
     spec, scheduler = cache.state.spec, Scheduler(k=k, chunk=256, chunk_rows=4)
-    options = {"greedy": True, "speculates": drafter is not None}
-    serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, **options))
+    requests = {"greedy": True, "speculates": drafter is not None}
+    serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, **requests))
+    if in_program:
+        serving = serving.replace(host_pools=host_pools(cache.pools))
     log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), spec.block_size))
 
     def run(serving, log, steps):
@@ -201,7 +214,12 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "loop_sharded_collectives": (sharded_loop, f"{BUFFERS},COLLECTIVES", 4),
 }
 # Programs which are compared with others, and have no budgets.
-COMPARED = {"drafted": (lambda: scheduled(drafter=ngram()), BUFFERS, 1)}
+COMPARED = {
+    "drafted": (lambda: scheduled(drafter=ngram()), BUFFERS, 1),
+    "loop_backups": (functools.partial(decoder_loop, num_host_blocks=1024, backups=True), BUFFERS, 1),
+    "scheduled_backups": (functools.partial(scheduled, num_host_blocks=1024, backups=True), BUFFERS, 1),
+    "scheduled_tiers": (functools.partial(scheduled, in_program=True, num_host_blocks=1024, backups=True), BUFFERS, 1),
+}
 
 
 def is_of_model(thunk: Thunk) -> bool:

@@ -79,6 +79,14 @@ def write(tmp_path, budgets, **more):
     return file
 
 
+@needs_toolchain
+@pytest.mark.slow
+def test_a_loop_over_a_cache_with_backups_has_few_more_kernels_and_never_stops():
+    plain, backed = parts_of("loop_host"), parts_of("loop_backups")
+    assert backed["block"]["kernels"] - plain["block"]["kernels"] <= 10
+    assert not any(counts["stops"] for counts in backed.values())
+
+
 def numbers(stops=0, kernels=0, copies=0, launches=0):
     return dict(zip(HELD, (stops, kernels, copies, launches), strict=True))
 

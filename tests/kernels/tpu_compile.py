@@ -51,7 +51,7 @@ from models.placement import partition_spec
 TARGETS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LIMIT = 0.2  # of the pools' bytes, for temporaries
 # The requests' and the index's arrays are large beside the tiny blocks of the bundled model.
-LIMITS = {"serve_tokens": 0.35}
+LIMITS = {"serve_tokens": 0.35, "serve_tiers_tokens": 0.35}
 WITH_MODEL = "block", "step", "serve", "rollout"  # the first words of cases
 SEPARATE = *WITH_MODEL, "verbs"  # the first words of cases that take long to compile
 BLOCKS_OF = Pools, host.HostPools, stage.Staged
@@ -169,14 +169,19 @@ def step(width=WIDTH, **options):
     return kvjax.step, (small_llama(width), cache_of(width=width, **options), i32(2, 64), i32(2), i32(2)), (1,)
 
 
-def serve(**options):
-    """The loop of the scheduler around the bundled model, for 256 requests in 16 rows."""
+def serve(in_program=False, **options):
+    """The loop of the scheduler around the bundled model, for 256 requests in 16 rows.
+
+    With `in_program` the loop moves blocks between the tiers.
+    """
     config = ModelConfig("qwen2", 249, 96, 192, 4, (LayerConfig(2, 32),) * 2)
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     options = {"num_blocks": 4 * BLOCKS, "max_seqs": ROWS, "max_length": LENGTH, "dtype": "float32", **options}
     spec = kvjax.make_spec(model.layer_specs(), **options)
     scheduler = kvjax.serving.Scheduler(k=8, chunk=256, chunk_rows=4)
     requests = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, greedy=True))
+    if in_program:
+        requests = requests.replace(host_pools=host_pools(requests.cache.pools))
     log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), spec.block_size))
 
     def run(model, requests, log, steps):
@@ -194,11 +199,16 @@ def rollout(**options):
     return run, (small_llama(), cache_of(**options), i32(2, 128), i32(2)), (1,)
 
 
+def host_pools(pools: Pools) -> host.HostPools:
+    """The host's pools of a cache, with BLOCKS blocks."""
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct((BLOCKS, *x.shape[1:]), x.dtype), (pools.arrays, pools.scales))
+    return host.HostPools(arrays[0], pools.spec, arrays[1])
+
+
 def move(to_host: bool, **options):
     """64 blocks move between the tiers."""
     pools = cache_of(num_host_blocks=BLOCKS, **options).pools
-    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct((BLOCKS, *x.shape[1:]), x.dtype), (pools.arrays, pools.scales))
-    on_host = host.HostPools(arrays[0], pools.spec, arrays[1])
+    on_host = host_pools(pools)
 
     def run(targets, sources, index):
         return host._copy_blocks(host.arrays_of(targets, 0), host.arrays_of(sources, 0), index)
@@ -228,6 +238,9 @@ CASES = {
     "to_host_tokens": functools.partial(move, True, layout="tokens"),
     "to_device_tokens": functools.partial(move, False, layout="tokens"),
     "serve_tokens": functools.partial(serve, layout="tokens"),
+    "serve_tiers_tokens": functools.partial(
+        serve, in_program=True, layout="tokens", num_host_blocks=BLOCKS, backups=True
+    ),
     "rollout_tokens": functools.partial(rollout, layout="tokens"),
     "block_tokens_mesh": functools.partial(block, layout="tokens", num_blocks=4 * BLOCKS),
 }
@@ -316,7 +329,8 @@ programs:
   tier.
 - **verbs**: all verbs but admit, one after the other, with a host tier.
 - **block**: a block of 8 decode steps of a small decoder, 16 rows. **step**: `kvjax.step` of 2 x 64 tokens.
-- **serve**: the loop of the scheduler with the bundled model. **rollout**: 8 completions of 64 tokens of 2 prompts.
+- **serve**: the loop of the scheduler with the bundled model. **serve tiers**: the same loop moves blocks between the
+  tiers. **rollout**: 8 completions of 64 tokens of 2 prompts.
 
 A **mesh** is 2 x 2 chips that divide the kv heads. Names with **tokens** have `layout="tokens"`, all others "heads".
 

@@ -74,7 +74,7 @@ class Backups:
         """Lets the blocks which left in loops begin to wait on the host, in the order of their release."""
         for block in sorted((block for block in group.blocks if block.left), key=lambda block: block.released):
             block.left = False
-            if not block.refcount:
+            if block.refcount == block.copies:
                 block.queued, self.turn = self.turn, self.turn + 1
 
     def _drop_copies(self, group: Group, blocks: Iterable[int]) -> None:
@@ -90,7 +90,8 @@ class Backups:
             if not blocks[b].backed:
                 continue
             stays = b in exempt or node in followed
-            time = -1 if blocks[b].refcount else self.clock - blocks[b].released
+            is_held = blocks[b].refcount > blocks[b].copies
+            time = -1 if is_held else self.clock - blocks[b].released
             for above in self._prefix(group, b):
                 waited[above] = max(waited.get(above, -1), time)
                 stay |= {above} if stays else set()

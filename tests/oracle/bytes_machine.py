@@ -1311,20 +1311,28 @@ class Life:
 
     def by_tenants(self, request: Request) -> tuple[list[int], tuple[Any, ...], dict[str, Any]]:
         """The prompts' tenants, then the model, the cache, prompts and lengths, and options of rollouts and scores."""
+        self._complete(request)
         prompts, space_of = request["prompts"], request["space_of"]
         spaces = [space_of[prompt[0]] for prompt in prompts]
         tokens = np.stack([drive.padded(prompt, WIDTH - SIZE) for prompt in prompts])
         model = Chain(np.array([name_of(space, ()) for space in space_of], np.int32), self.config.layers)
         log = rollout_log(self.spec, tokens.shape, SIZE, 2)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        return spaces, (model, self.cache, tokens, lengths), {"namespace": np.array(spaces, np.int32), "log": log}
+        cache = self.cache if self.host is None else TieredCache(self.cache, self.host)
+        return spaces, (model, cache, tokens, lengths), {"namespace": np.array(spaces, np.int32), "log": log}
 
     def _rollout(self, request: Request) -> None:
-        """Samples two completions of each prompt inside a program, as `_generate` does."""
+        """Samples two completions of each prompt inside a program, as `_generate` does.
+
+        With a host tier the program moves blocks between the tiers.
+        """
         self.tally["beside other rows"] += len(self.rows) > 0
         spaces, args, options = self.by_tenants(request)
-        found, self.cache, log = self.programs["rollout"](*args, **options)
-        self.follow(log)
+        found, cache, log = self.programs["rollout"](*args, **options)
+        self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
+        for event in self.follow(log):
+            if event["kind"] == "updated":
+                self.tally["left in a program" if event["level"] else "back in a program"] += 1
         found = jax.device_get(found)
         for prompt, space, chosen, mask in zip(request["prompts"], spaces, found.tokens, found.mask, strict=True):
             for sample in range(2):
@@ -1489,7 +1497,8 @@ class Requests(Draws):
             "backup": between and life.spec.backups and life.mirror.nodes,
             "swap_out": between and used, "swap_in": between and len(life.rows) > len(used), "complete": life.flying,
             "generate": generates,
-            **dict.fromkeys(("rollout", "score"), generates and not life.has_host and not self.config.lowered),
+            "rollout": generates and (life.spec.backups or not life.has_host) and not self.config.lowered,
+            "score": generates and not life.has_host and not self.config.lowered,
             "adopt": True, "misuse": True, "reserve": len(life.adoptions) < 2, "deliver": life.adoptions,
             "finish_adoption": life.adoptions
             and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
@@ -1697,6 +1706,11 @@ CONFIGS = {
     "host": Config(host=5),
     "fast backups": Config(
         host=8, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "backup"), options={"backups": True}
+    ),
+    "rollouts, backups": Config(
+        host=9,
+        verbs=("admit", "commit", "release", "backup", "offload", "swap_out", "swap_in", "pin", "unpin", "rollout"),
+        options={"backups": True},
     ),
     "backups": Config(host=8, options={"backups": True}),
     "backups, windows, int8": Config(

@@ -770,6 +770,13 @@ CONFIGS = {
     "host": Serves(host=8, scheduler=SWAPS, limits={"max_requests": 5}, grammars=True),
     "store": Serves(salts=True, store=True, limits={"steps": 8}),
     "host, store": Serves(host=6, store=True, scheduler=SHORT),
+    "backups": Serves(
+        host=10,
+        scheduler=dataclasses.replace(SWAPS, stop_before_loss=True),
+        limits={"max_requests": 5},
+        options={"backups": True},
+    ),
+    "backups, store": Serves(host=8, store=True, scheduler=SHORT, options={"backups": True}),
     "canonical": Serves(scheduler=dataclasses.replace(AMPLE, canonical=True), penalties=True, grammars=True),
     "windows, int8": Serves(
         (FULL, (6, 1)), dtype="int8", policy=priority(), options={"retention": True}, limits={"num_ranges": 2}

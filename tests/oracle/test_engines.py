@@ -35,6 +35,8 @@ HAPPENS = {
     "host": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, *OF_GRAMMARS, "preempted"),
     "store": (*OF_ENGINES, "from the store"),
     "host, store": (*OF_ENGINES, *OF_MOVES, "from the store"),
+    "backups": (*OF_ENGINES, *OF_BATCHES, *OF_MOVES, "preempted"),
+    "backups, store": (*OF_ENGINES, *OF_MOVES, "from the store"),
     "replicas": OF_REPLICAS,
     "canonical": tuple(thing for thing in OF_ENGINES if thing != "scored"),
 }

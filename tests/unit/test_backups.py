@@ -122,6 +122,19 @@ def test_blocks_that_leave_by_a_copy_and_by_a_move_keep_their_order_on_the_host(
 
 
 @pytest.mark.slow
+def test_the_source_of_a_copy_waits_on_the_host_after_it_has_left_in_a_loop():
+    """Its holder, the copy, does not count as one: without a turn on the host it would never leave it."""
+    cache, ids = of_documents(4, num_host_blocks=2)
+    cache.do("backup", max_blocks=1)
+    serve(cache, 7)
+    assert np.asarray(cache.state.groups[0].host.backup)[ids[0]] == LEFT
+    assert cache.start(0, [1, 1, 5, 5], tiers=BOTH) == 2  # half of the block is copied, and the second one leaves
+    cache.do("release", 0)
+    serve(cache, 8, tiers=BOTH)
+    assert [tokens_on(cache, document)[1] for document in range(3)] == [2, 4, 4]  # of the first one the copied half
+
+
+@pytest.mark.slow
 def test_a_policy_that_names_too_few_victims_of_the_host_evicts_none():
     """A fault of a prototype: the blocks that were named left the policy's order, and stayed."""
     lru = kvjax.lru()
