@@ -57,8 +57,9 @@ class Running:
         self._serves.set()
 
     def __enter__(self):
-        assert self._serves.wait(PATIENCE)
-        assert f"serving at {self.url}/v1" in self.lines, "\n".join(self.lines[-20:])
+        if not self._serves.wait(PATIENCE) or f"serving at {self.url}/v1" not in self.lines:
+            self.__exit__()
+            raise AssertionError("\n".join(self.lines[-20:]))
         return self
 
     def __exit__(self, *_):

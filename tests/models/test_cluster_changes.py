@@ -35,7 +35,7 @@ with warnings.catch_warnings():
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PAGE = ROOT / "docs/howto/cluster.md"
-VARIABLES = {
+VARIABLES = cluster.VARIABLES | {
     "RAY_USAGE_STATS_ENABLED": "0",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
 }
