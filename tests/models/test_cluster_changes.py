@@ -5,7 +5,6 @@ import asyncio
 import os
 import pathlib
 import re
-import shutil
 import signal
 import threading
 import time
@@ -15,12 +14,25 @@ import warnings
 import httpx
 import pytest
 import yaml
-from safetensors.numpy import load_file, save_file
 
 from models import recall
 from models.recall import CHECKPOINT
 from tests.drive import ROOT
-from tests.models.cluster_kit import KEY, PATIENCE, SIZES, Running, free_port, hit_rate, processes, questions, wait_for
+from tests.models.cluster_kit import (
+    KEY,
+    ON,
+    PATIENCE,
+    SIZES,
+    XLA_FLAGS,
+    Running,
+    answer_of,
+    free_port,
+    hit_rate,
+    other_weights,
+    processes,
+    questions,
+    wait_for,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -34,10 +46,11 @@ with warnings.catch_warnings():
     from models import cluster, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+HEADERS = {"authorization": f"Bearer {KEY}"}
 PAGE = ROOT / "docs/howto/cluster.md"
 VARIABLES = cluster.VARIABLES | {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "XLA_FLAGS": XLA_FLAGS,
 }
 
 
@@ -61,17 +74,28 @@ class Served(Running):
         self.url = f"http://127.0.0.1:{self.port}"
         ray_serve.start(http_options={"host": "127.0.0.1", "port": self.port}, proxy_location="HeadOnly")
 
-    def run(self, replicas, checkpoint=CHECKPOINT):
-        """Deploys a config as `serve deploy` does, and waits."""
+    def run(self, replicas, checkpoint=CHECKPOINT, **options):
+        """Deploys a config as `serve deploy` does, and waits. `options` are those of the replicas' deployment."""
         app = {
             "name": "kvjax",
             "route_prefix": "/",
             "import_path": "models.cluster:application",
             "args": {**SIZES, "checkpoint": str(checkpoint), "replicas": 1},
-            "deployments": [{"name": "replica", "num_replicas": replicas}],
+            "deployments": [{"name": "replica", "num_replicas": replicas, **options}],
         }
         schema = ServeDeploySchema.model_validate({"applications": [app]})
         _get_global_client().deploy_apps(schema, _blocking=True)
+
+    @property
+    def weights(self):
+        """The number of updates of each replica's weights."""
+        return [int(count) for count in self.metric("kvjax_weights_version").values()]
+
+    def answer(self, text, salt):
+        """The first words of an answer."""
+        body = {"model": "recall", "prompt": text, "max_tokens": 5, "temperature": 0, "cache_salt": salt, **ON}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+        return tuple(response.json()["choices"][0]["text"].split())
 
 
 class Load:
@@ -84,7 +108,7 @@ class Load:
 
     def _run(self):
         pairs = questions(2, 20)
-        with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        with httpx.Client(headers=HEADERS, timeout=60) as client:
             while not self._stop.is_set():
                 text, _ = pairs[self.num_answered % len(pairs)]
                 body = {"model": "recall", "prompt": text, "max_tokens": 20}
@@ -105,7 +129,7 @@ class Load:
 
 def cached_tokens(url, text):
     body = {"model": "recall", "prompt": text, "max_tokens": 1}
-    response = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    response = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=60)
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -125,11 +149,7 @@ def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(local_ray, tmp
     wait_for(lambda: len(served.replicas) == 2)
     text, _ = questions(1, 1, seed=3)[0]
     assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
-    folder = tmp_path / "recall"
-    shutil.copytree(CHECKPOINT, folder)
-    weights = load_file(folder / "model.safetensors")
-    name = sorted(weights)[0]
-    save_file({**weights, name: weights[name] * 1.001}, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = other_weights(tmp_path / "recall")
     before = served.replicas
     with Load(served.url) as load:
         served.run(2, folder)
@@ -138,6 +158,55 @@ def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(local_ray, tmp
     assert not load.errors and load.num_answered > 20
     assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
     ray_serve.delete("kvjax")
+
+
+def test_new_weights_in_place_cost_no_answer(local_ray, tmp_path):
+    served = Served()
+    served.run(2)
+    wait_for(lambda: len(served.replicas) == 2)
+    before = served.replicas
+    folder = other_weights(tmp_path / "recall")
+    wanted = {"weights": str(folder), "in_flight": "recompute"}
+    start = time.monotonic()
+    with Load(served.url) as load:
+        served.run(2, user_config=wanted)
+        wait_for(lambda: served.weights == [1, 1])
+    print(f"in place after {time.monotonic() - start:.1f} s: {load.num_answered} answers, errors {load.errors[:3]}")
+    assert not load.errors and load.num_answered > 5 and served.replicas == before
+    check_hits(served)
+    text, _ = questions(1, 1, seed=3)[0]
+    answers = {str(folder): answer_of(folder, text, 5), str(CHECKPOINT): answer_of(CHECKPOINT, text, 5)}
+    assert answers[str(folder)] != answers[str(CHECKPOINT)]
+    assert {served.answer(text, salt) for salt in "abcd"} == {tuple(answers[str(folder)])}
+    os.kill(processes()[0], signal.SIGKILL)
+    wait_for(lambda: len(served.replicas) == 2 and served.replicas != before)
+    assert served.weights == [1, 1]  # the new replica too
+    with Load(served.url) as load, pytest.raises(RuntimeError):
+        served.run(2, user_config={"weights": str(tmp_path / "nowhere")})
+    print(f"a wrong folder: {load.num_answered} answers, errors {load.errors[:3]}")
+    message = ray_serve.status().applications["kvjax"].deployments["replica"].message
+    assert not load.errors and "nowhere" in message, message
+    assert {served.answer(text, salt) for salt in "efgh"} == {tuple(answers[str(folder)])}
+    served.run(2)
+    wait_for(lambda: len(served.replicas) == 2)
+    assert {served.answer(text, salt) for salt in "ijkl"} == {tuple(answers[str(CHECKPOINT)])}
+    ray_serve.delete("kvjax")
+
+
+def check_hits(served):
+    """Each of six documents stays in a cache, as soon as the front knows the names of the weights."""
+
+    async def main():
+        async with served.client() as client:
+            start = time.monotonic()
+            for seed in range(100, 140):
+                rate, _ = await hit_rate(client, questions(6, 6, seed), 1)
+                if rate >= 0.80 or time.monotonic() - start > 30:
+                    return rate, time.monotonic() - start
+
+    rate, seconds = asyncio.run(main())
+    print(f"the cached share is {rate:.3f} within {seconds:.1f} s after the update")
+    assert rate >= 0.80
 
 
 def test_batches_of_ray_data_keep_their_order_and_survive_an_actor(local_ray):

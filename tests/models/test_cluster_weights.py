@@ -5,17 +5,13 @@ import re
 import shutil
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
-import kvjax
-from kvjax.serving import make_requests
-from models import load, recall
+from models import recall
 from models.cluster_weights import Updates, Wanted, read_config
 from models.recall import CHECKPOINT
+from tests.models.cluster_kit import answer_of, other_weights
 from tests.models.front_kit import asked, documents_of, fronted, hit_rate, num_found, post
 from tests.models.serve_kit import ON, PEOPLE, prompt_of
-
-CHANGED = "model.layers.0.self_attn.v_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +25,6 @@ def front():
 def other(tmp_path_factory):
     """A checkpoint with other weights, whose K/V and answers differ."""
     return other_weights(tmp_path_factory.mktemp("other") / "recall")
-
-
-def other_weights(folder):
-    shutil.copytree(CHECKPOINT, folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({**weights, CHANGED: -weights[CHANGED]}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def answer_of(folder, text):
-    """The next 12 tokens of a model alone."""
-    model, tokenizer = load(folder)
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=48, max_seqs=1, max_length=320, block_size=8, dtype="float32"
-    )
-    requests = make_requests([recall.encode(text)], max_new_tokens=12)
-    (output,), _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), requests)
-    return tokenizer.decode(output.tokens)
 
 
 WRONG = {
@@ -94,7 +72,7 @@ def test_new_weights_answer_and_their_prompts_are_found(front, other):
     text = prompt_of(PEOPLE[0])
     (response,) = asked(app, post(prompt=text, max_tokens=12, **ON))
     answer = response.json()["choices"][0]["text"].split()
-    assert answer == answer_of(other, text).split() != answer_of(CHECKPOINT, text).split()
+    assert answer == answer_of(other, text) != answer_of(CHECKPOINT, text)
 
 
 def test_a_folder_that_does_not_load_leaves_the_weights(front, tmp_path):
