@@ -15,7 +15,7 @@ _REFUSED = {
     "publish": "each replica publishes to the front, encrypted",
     "replay": "each replica answers the front, encrypted",
     "curve": "the events of replicas are always encrypted, with keys of their own",
-    "weights": "each replica has the weights of --checkpoint",
+    "weights": "each replica has the weights of --checkpoint, or of its user_config",
     "operator_key": "no path of the front changes a single engine",
     "max_connections": "clients connect to Ray's proxies",
 }

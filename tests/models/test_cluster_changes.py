@@ -44,6 +44,7 @@ with warnings.catch_warnings():
     from ray.serve.schema import ServeDeploySchema
 
     from models import cluster, commands
+    from models.cluster_weights import Wanted, read_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -74,13 +75,16 @@ class Served(Running):
         self.url = f"http://127.0.0.1:{self.port}"
         ray_serve.start(http_options={"host": "127.0.0.1", "port": self.port}, proxy_location="HeadOnly")
 
-    def run(self, replicas, checkpoint=CHECKPOINT, **options):
-        """Deploys a config as `serve deploy` does, and waits. `options` are those of the replicas' deployment."""
+    def run(self, replicas, args=None, **options):
+        """Deploys a config as `serve deploy` does, and waits.
+
+        `args` are further options of the server, and `options` those of the replicas' deployment.
+        """
         app = {
             "name": "kvjax",
             "route_prefix": "/",
             "import_path": "models.cluster:application",
-            "args": {**SIZES, "checkpoint": str(checkpoint), "replicas": 1},
+            "args": {**SIZES, "checkpoint": str(CHECKPOINT), "replicas": 1, **(args or {})},
             "deployments": [{"name": "replica", "num_replicas": replicas, **options}],
         }
         schema = ServeDeploySchema.model_validate({"applications": [app]})
@@ -133,35 +137,45 @@ def cached_tokens(url, text):
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(local_ray, tmp_path):
-    served = Served()
-    served.run(1)
+@pytest.fixture(scope="module")
+def served(local_ray):
+    return Served()
+
+
+def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(served, tmp_path):
+    store = {"store": str(tmp_path / "store")}
+    served.run(1, store)
     (first,) = served.replicas
     with Load(served.url) as load:
-        served.run(2)
+        served.run(2, store)
         wait_for(lambda: len(served.replicas) == 2)
         assert first in served.replicas  # which goes on, with its cache
-        served.run(1)
+        served.run(1, store)
         wait_for(lambda: len(served.replicas) == 1)
     print(f"1 -> 2 -> 1 replicas: {load.num_answered} answers, errors {load.errors[:3]}")
     assert not load.errors and load.num_answered > 20
-    served.run(2)
+    served.run(2, store)
     wait_for(lambda: len(served.replicas) == 2)
     text, _ = questions(1, 1, seed=3)[0]
     assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
     folder = other_weights(tmp_path / "recall")
+    replace(served, store | {"checkpoint": str(folder)})
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
+    replace(served, store)  # their caches are empty, and the store has whole blocks of these weights
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [240, 242]
+
+
+def replace(served, args):
+    """Replaces both replicas, since they get other options."""
     before = served.replicas
     with Load(served.url) as load:
-        served.run(2, folder)
+        served.run(2, args)
         wait_for(lambda: len(served.replicas) == 2 and not served.replicas & before)
-    print(f"other weights: {load.num_answered} answers, errors {load.errors[:3]}")
+    print(f"other options: {load.num_answered} answers, errors {load.errors[:3]}")
     assert not load.errors and load.num_answered > 20
-    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
-    ray_serve.delete("kvjax")
 
 
-def test_new_weights_in_place_cost_no_answer(local_ray, tmp_path):
-    served = Served()
+def test_new_weights_in_place_cost_no_answer(served, tmp_path):
     served.run(2)
     wait_for(lambda: len(served.replicas) == 2)
     before = served.replicas
@@ -279,7 +293,7 @@ def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
         def state(self):
             hanging.wait(60)
 
-    replica = types.SimpleNamespace(_server=types.SimpleNamespace(engine=Engine()))
+    replica = types.SimpleNamespace(_server=types.SimpleNamespace(engine=Engine()), _ends=False)
 
     async def check():
         try:
@@ -293,7 +307,7 @@ def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
 
 
 def test_the_config_of_the_page_makes_an_application(tmp_path):
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    text, in_place = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     (config,) = yaml.safe_load(text)["applications"]
     assert config["import_path"] == "models.cluster:application"
     keys = tmp_path / "keys"
@@ -306,6 +320,9 @@ def test_the_config_of_the_page_makes_an_application(tmp_path):
     assert args.api_key == ["one", "two"] and args.api_keys is None and args.budget == 60 << 30
     assert replicas._bound_deployment.num_replicas == 4
     assert {one["name"] for one in config["deployments"]} <= {"front", "replica"}
+    (deployment,) = yaml.safe_load(in_place)["deployments"]
+    assert deployment["name"] == "replica"
+    assert read_config(deployment["user_config"], "/models/m") == Wanted("/models/step-7", "recompute")
     for wrong, message in (({"rows": 0}, "--rows: got '0'"), ({"publish": "tcp://*:1"}, "--publish: got one with")):
         with pytest.raises(ValueError, match=message):
             cluster.application({**options, **wrong})
