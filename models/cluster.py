@@ -105,7 +105,8 @@ class Replica:
           ValueError: if the weights cannot be used. The engine goes on with its weights, until Ray ends the replica.
         """
         self._set_rank(rank)
-        await asyncio.to_thread(self._updates.update, user_config)
+        if await asyncio.to_thread(self._updates.update, user_config):
+            print(f"{self.name}: the weights are those of {self._updates.folder}", file=sys.stderr, flush=True)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Tells routers the name of the weights in the salts of events. Ray asks for it every `STATS_SECONDS`."""

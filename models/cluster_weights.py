@@ -66,10 +66,18 @@ class Updates:
         self._num_uses = collections.Counter[str]()
         self._lock = threading.Lock()
 
-    def update(self, user_config: Any) -> None:
+    @property
+    def folder(self) -> str:
+        """The checkpoint whose weights the engine uses."""
+        return self._folder
+
+    def update(self, user_config: Any) -> bool:
         """Loads the wanted weights, and returns when the engine uses them. Does nothing if it uses the folder already.
 
         If the folder cannot be loaded, the engine goes on with its weights.
+
+        Returns:
+          Whether the weights are new.
 
         Raises:
           ValueError: naming what is wrong.
@@ -77,7 +85,7 @@ class Updates:
         wanted = read_config(user_config, self._first_folder)
         with self._lock:
             if wanted.folder == self._folder:
-                return
+                return False
             folder = pathlib.Path(wanted.folder)
             try:
                 name = self._new_name(folder)
@@ -87,6 +95,7 @@ class Updates:
                 raise ValueError(f"user_config: weights: {folder}: {commands.reason(error, folder)}") from error
             self.name = name
             self._folder = wanted.folder
+            return True
 
     def _new_name(self, folder: pathlib.Path) -> str:
         """Returns a name that all replicas have for these weights, so that they find each other's blocks in a store.

@@ -76,7 +76,7 @@ class Served(Running):
         ray_serve.start(http_options={"host": "127.0.0.1", "port": self.port}, proxy_location="HeadOnly")
 
     def run(self, replicas, args=None, **options):
-        """Deploys a config as `serve deploy` does, and waits.
+        """Deploys a config as `serve deploy` does, and waits. Returns the last state of the application.
 
         `args` are further options of the server, and `options` those of the replicas' deployment.
         """
@@ -88,7 +88,9 @@ class Served(Running):
             "deployments": [{"name": "replica", "num_replicas": replicas, **options}],
         }
         schema = ServeDeploySchema.model_validate({"applications": [app]})
-        _get_global_client().deploy_apps(schema, _blocking=True)
+        _get_global_client().deploy_apps(schema, _blocking=False)
+        wait_for(lambda: ray_serve.status().applications["kvjax"].status != "DEPLOYING", 2 * PATIENCE)
+        return ray_serve.status().applications["kvjax"]
 
     @property
     def weights(self):
@@ -157,12 +159,12 @@ def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(served, tmp_pa
     served.run(2, store)
     wait_for(lambda: len(served.replicas) == 2)
     text, _ = questions(1, 1, seed=3)[0]
-    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 243]
     folder = other_weights(tmp_path / "recall")
     replace(served, store | {"checkpoint": str(folder)})
-    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 243]
     replace(served, store)  # their caches are empty, and the store has whole blocks of these weights
-    assert [cached_tokens(served.url, text) for _ in range(2)] == [240, 242]
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [240, 243]
 
 
 def replace(served, args):
@@ -195,13 +197,14 @@ def test_new_weights_in_place_cost_no_answer(served, tmp_path):
     os.kill(processes()[0], signal.SIGKILL)
     wait_for(lambda: len(served.replicas) == 2 and served.replicas != before)
     assert served.weights == [1, 1]  # the new replica too
-    with Load(served.url) as load, pytest.raises(RuntimeError):
-        served.run(2, user_config={"weights": str(tmp_path / "nowhere")})
-    print(f"a wrong folder: {load.num_answered} answers, errors {load.errors[:3]}")
-    message = ray_serve.status().applications["kvjax"].deployments["replica"].message
-    assert not load.errors and "nowhere" in message, message
+    start = time.monotonic()
+    with Load(served.url) as load:
+        failed = served.run(2, user_config={"weights": str(tmp_path / "nowhere")})
+    print(f"a wrong folder: {time.monotonic() - start:.1f} s, {load.num_answered} answers, errors {load.errors[:3]}")
+    message = failed.deployments["replica"].message
+    assert not load.errors and failed.status == "DEPLOY_FAILED" and "nowhere" in message, message
     assert {served.answer(text, salt) for salt in "efgh"} == {tuple(answers[str(folder)])}
-    served.run(2)
+    assert served.run(2).status == "RUNNING"
     wait_for(lambda: len(served.replicas) == 2)
     assert {served.answer(text, salt) for salt in "ijkl"} == {tuple(answers[str(CHECKPOINT)])}
     ray_serve.delete("kvjax")

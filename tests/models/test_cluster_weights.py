@@ -56,8 +56,9 @@ def test_new_weights_answer_and_their_prompts_are_found(front, other):
     documents = documents_of(seed=8)
     assert hit_rate(app, replicas, documents, "a") > 0.75
     for name, update in updates.items():
-        update.update({"weights": str(other)})
-        update.update({"weights": f"{other}/", "in_flight": "finish"})  # in use already
+        assert update.update({"weights": str(other)})
+        assert not update.update({"weights": f"{other}/", "in_flight": "finish"})  # in use already
+        assert update.folder == str(other)
         replicas.router.weights[name] = update.name
     assert [server.engine.version for server in replicas.servers.values()] == [1, 1]
     assert len({update.name for update in updates.values()}) == 1  # so replicas share a store
