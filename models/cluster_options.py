@@ -53,5 +53,7 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
             parser.error(f"--{option.replace('_', '-')}: got one with --replicas, but {reason}")
     if args.port == 0:
         parser.error("--port: got 0 with --replicas, wanted the port of each machine's proxy")
+    if args.store is not None and "://" in args.store and not args.store_readonly:
+        parser.error(f"--store: got {args.store} with --replicas, wanted a folder, in which each replica has its own")
     if args.agent:
         parser.error(f"--agent: got port {args.agent} with --replicas, wanted 0, a free port for each replica")

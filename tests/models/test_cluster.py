@@ -435,6 +435,9 @@ REFUSED = {
     "--replicas 2 --operator-key a": (
         "--operator-key: got one with --replicas, but no path of the front changes a single engine"
     ),
+    "--replicas 2 --store s3://a/b": (
+        "--store: got s3://a/b with --replicas, wanted a folder, in which each replica has its own"
+    ),
     "--replicas 2 --port 0": "--port: got 0 with --replicas, wanted the port of each machine's proxy",
     "--replicas 0": "--replicas: got '0', wanted an int of at least 1 and at most 1024",
 }

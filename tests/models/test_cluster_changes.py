@@ -309,6 +309,16 @@ def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
     asyncio.run(cluster.Replica.check_health(replica))
 
 
+def test_a_replica_saves_to_the_folder_of_its_rank():
+    """Ray gives the ranks anew when a replica has ended."""
+    replica = object.__new__(cluster.Replica)
+    configs = []
+    replica._save, replica._args = "/saved", types.SimpleNamespace(save="/saved/1")
+    replica._updates = types.SimpleNamespace(update=configs.append)
+    asyncio.run(replica.reconfigure({"weights": "/a"}, types.SimpleNamespace(rank=0)))
+    assert replica._args.save == "/saved/0" and configs == [{"weights": "/a"}]
+
+
 def test_the_config_of_the_page_makes_an_application(tmp_path):
     text, in_place = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     (config,) = yaml.safe_load(text)["applications"]
