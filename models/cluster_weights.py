@@ -10,7 +10,7 @@ import collections
 import os
 import pathlib
 import threading
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from . import commands
 from .serve import Server
@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     """
 
     folder: str
-    in_flight: str
+    in_flight: Literal["finish", "recompute", "continue"]
 
 
 def read_config(user_config: Any, first_folder: str) -> Wanted:
