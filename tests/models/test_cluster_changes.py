@@ -199,7 +199,8 @@ def test_new_weights_in_place_cost_no_answer(served, tmp_path):
     assert served.weights == [1, 1]  # the new replica too
     start = time.monotonic()
     with Load(served.url) as load:
-        failed = served.run(2, user_config={"weights": str(tmp_path / "nowhere")})
+        wrong = {"weights": str(tmp_path / "nowhere")}
+        failed = served.run(2, user_config=wrong, max_constructor_retry_count=2)
     print(f"a wrong folder: {time.monotonic() - start:.1f} s, {load.num_answered} answers, errors {load.errors[:3]}")
     message = failed.deployments["replica"].message
     assert not load.errors and failed.status == "DEPLOY_FAILED" and "nowhere" in message, message
