@@ -19,6 +19,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -29,6 +30,7 @@ from kvjax.interop.vllm import Curve
 from . import cluster_front, cluster_options, commands, serve, stores, tenants, wires
 from .cluster_asgi import Busy, Messages, NoReplica, ReplicaEnded, call_app, fetch
 from .cluster_front import Page, Prompt
+from .cluster_weights import Updates
 from .prefix_router import Place, Router
 from .serve_http import WRITE_SECONDS, with_request_ids
 from .serve_pages import PATIENCE
@@ -36,11 +38,12 @@ from .serve_pages import PATIENCE
 try:
     import ray  # pyright: ignore[reportMissingImports]
     from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
-    from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig  # pyright: ignore[reportMissingImports]
     from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
         BackPressureError,
         DeploymentUnavailableError,
+        RayServeException,
     )
     from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
 except ModuleNotFoundError as error:
@@ -50,8 +53,11 @@ NAME = "kvjax"  # of the application
 SAVE_SECONDS = 120.0  # for a replica to save its cache
 HEALTH_SECONDS = 10.0  # between two checks of a replica
 FETCH_SECONDS = 10.0  # for a replica to make a page
-_VARIABLES = {"RAY_SERVE_LOG_TO_STDERR": "0"}  # of Ray, unless they are set: the terminal has only our lines
-_LOGGING = {"enable_access_log": False}
+STATS_SECONDS = 1.0  # between two questions for the name of a replica's weights
+# Of a Ray of this machine, unless they are set: a busy machine has time to start a proxy, and processes have the
+# priority of a server without replicas (Ray's default is the niceness 15).
+VARIABLES = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_worker_niceness": "0"}
+_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 _NUM_PAGES = 64  # pages that a replica makes at a time, besides its answers
 
 
@@ -77,14 +83,34 @@ class Replica:
         args.curve = True
         self._public_key, secret_key = zmq.curve_keypair()
         os.environ[wires.CURVE_KEY] = secret_key.decode()  # for this process alone
-        if args.save is not None:
-            args.save = os.path.join(args.save, str(context.rank.rank))
+        self._ends = False
+        self._save = args.save
+        self._args = args
+        self._set_rank(context.rank)
         self._stack = contextlib.ExitStack()
         with _start_errors():
             commands.enable_compilation_cache(not args.no_compile_cache)
             self._server = self._stack.enter_context(serve.served(_raising_parser(), args))
         self._app = with_request_ids(self._server.app)  # the ids of the front
-        self._args = args
+        self._updates = Updates(self._server, args.checkpoint)
+
+    def _set_rank(self, rank: Any) -> None:
+        if self._save is not None:
+            self._args.save = os.path.join(self._save, str(rank.rank))
+
+    async def reconfigure(self, user_config: Any, rank: Any) -> None:
+        """Updates the weights in place, see `cluster_weights`. Ray calls it after the start too, and for a new rank.
+
+        Raises:
+          ValueError: if the weights cannot be used. The engine goes on with its weights, until Ray ends the replica.
+        """
+        self._set_rank(rank)
+        if await asyncio.to_thread(self._updates.update, user_config):
+            print(f"{self.name}: the weights are those of {self._updates.folder}", file=sys.stderr, flush=True)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Tells routers the name of the weights in the salts of events. Ray asks for it every `STATS_SECONDS`."""
+        return {"weights": self._updates.name}
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Tells routers where the replica publishes, and its public key."""
@@ -93,6 +119,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raises an error if the engine does not answer. Ray then ends the process, and starts another one."""
+        if self._ends:
+            return
         reading = asyncio.get_running_loop().run_in_executor(None, lambda: self._server.engine.state)
         await asyncio.wait_for(reading, PATIENCE)
 
@@ -109,6 +137,7 @@ class Replica:
 
     async def end(self) -> None:
         """Ends open answers after the grace period, and then the engine."""
+        self._ends = True
         engine = self._server.engine
         with contextlib.suppress(Exception):
             await asyncio.to_thread(engine.drain, self._args.grace)
@@ -147,6 +176,7 @@ class Chooser(RequestRouter):
         for name in running.keys() - self._router.mirrors.keys():
             endpoint, replay_endpoint, public_key = running[name].replica_metadata["events"]
             self._router.add(name, endpoint, replay_endpoint, Curve(*zmq.curve_keypair(), public_key.encode()))
+        self._router.weights = {name: replica.routing_stats.get("weights") for name, replica in running.items()}
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any | None = None
@@ -305,7 +335,9 @@ def _application(args: argparse.Namespace) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=PATIENCE + HEALTH_SECONDS,
-        request_router_config=RequestRouterConfig(request_router_class=f"{__name__}.Chooser"),
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"{__name__}.Chooser", request_routing_stats_period_s=STATS_SECONDS
+        ),
         ray_actor_options={"num_gpus": args.gpus},
         **number,
     )(Replica)
@@ -328,11 +360,12 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
         # A replica counts as a CPU for Ray, and a small machine may have more of them than CPUs.
         num_cpus = max(os.cpu_count() or 1, (args.max_replicas or args.replicas) + 1)
         where = {"address": "local", "include_dashboard": False, "num_cpus": num_cpus}
-        os.environ.update(_VARIABLES | os.environ)
+        os.environ.update(VARIABLES | os.environ)
     try:
         ray.init(**where, logging_level="warning")
     except (ConnectionError, ValueError, RuntimeError) as error:
         parser.error(f"--address: {str(error).splitlines()[0]}")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, _interrupt)
     if args.until_eof:
@@ -350,7 +383,8 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         pass  # before it served, or a second time
     finally:
-        ray_serve.shutdown()
+        if args.address is not None:
+            _leave()
         ray.shutdown()
 
 
@@ -363,7 +397,18 @@ def _end() -> None:
     handle = ray_serve.get_deployment_handle("replica", NAME)
     with contextlib.suppress(DeploymentUnavailableError):
         handle.broadcast("end").results(return_exceptions=True)
-    ray_serve.delete(NAME)
+    ray_serve.delete(NAME, _blocking=False)
+    deadline = time.monotonic() + SAVE_SECONDS + WRITE_SECONDS
+    while NAME in ray_serve.status().applications and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _leave() -> None:
+    """Ends the application on a cluster of others, and Serve if it has no other one."""
+    with contextlib.suppress(RayError, RayServeException):  # Serve may not have started
+        ray_serve.delete(NAME, _blocking=False)
+        if not ray_serve.status().applications.keys() - {NAME}:
+            ray_serve.shutdown()
 
 
 @contextlib.contextmanager
@@ -371,7 +416,7 @@ def _one_line(parser: commands.Parser) -> Iterator[None]:
     """Ends the command with the line of a `StartError`, which Ray has in the state of a deployment."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, RayError) as error:
         made = ray_serve.status().applications.get(NAME)
         texts = [str(error), *(one.message for one in (made.deployments.values() if made else ()))]
         lines = [line for text in texts for line in re.findall(rf"{StartError.__name__}: (.*)", text)]

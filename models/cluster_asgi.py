@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
 
-PACE = 0.01  # seconds between two lists of messages: each list costs as much as one message
+PACE = 0.05  # seconds between two lists of messages: each list costs as much as one message
 TRIES = 3  # replicas that get a request, while none of them has sent anything
 RETRY_SECONDS = 5  # until a client asks again, if there is no replica
 _SCOPE = "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"
@@ -56,8 +56,8 @@ def scope_of(scope: Scope, request_id: str) -> Scope:
 async def call_app(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
     """Calls an application, and yields the messages which it sends, in lists: at most one list in `PACE` seconds.
 
-    A message after a pause is not delayed. If the caller closes the generator, the application's task is cancelled, as
-    if its client had left.
+    The first list has a part of the body too. A message after a pause and the last one are not delayed. If the caller
+    closes the generator, the application's task is cancelled, as if its client had left.
     """
     sent = asyncio.Queue[Message | None]()
     received = asyncio.Queue[Message]()
@@ -65,21 +65,31 @@ async def call_app(app: ASGIApp, scope: Scope, body: bytes) -> Messages:
     task = asyncio.ensure_future(app(dict(scope), received.get, sent.put))
     task.add_done_callback(lambda _: sent.put_nowait(None))
     try:
-        is_open = True
-        next_time = 0.0
-        while is_open:
-            messages = [await sent.get()]
-            if messages[0] is not None and messages[0].get("more_body"):  # others will follow
-                await asyncio.sleep(max(next_time - time.monotonic(), 0.0))
-            next_time = time.monotonic() + PACE
+        messages: list[Message | None] = [await sent.get()]
+        if messages[0] is not None:  # the head of the response
+            messages.append(await sent.get())
+        while True:
             while not sent.empty():
                 messages.append(sent.get_nowait())
-            is_open = messages[-1] is not None
+            next_time = time.monotonic() + PACE
             if found := [message for message in messages if message is not None]:
-                yield found
+                yield _joined(found)
+            if messages[-1] is None:
+                break
+            messages = [await sent.get()]
+            await asyncio.wait([task], timeout=max(next_time - time.monotonic(), 0.0))
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)  # an application's failure is in its own response
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """Returns the messages with all parts of the body in one."""
+    parts = [message for message in messages if message["type"] == "http.response.body"]
+    if len(parts) < 2:
+        return messages
+    others = [message for message in messages if message["type"] != "http.response.body"]
+    return [*others, {**parts[-1], "body": b"".join(part.get("body", b"") for part in parts)}]
 
 
 async def fetch(app: ASGIApp, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, list[Any], bytes]:
@@ -169,8 +179,8 @@ class Forwarded(Response):
             return
         self._is_complete = not message.get("more_body", False)
         if message.get("body"):
-            self._first_event = self._first_event or message["body"]
-            self._num_events += 1
+            self._first_event = self._first_event or message["body"].partition(_EVENT_END)[0]
+            self._num_events += message["body"].count(_EVENT_END)
 
     async def _end(self, send: Send, failed: ApiError) -> None:
         """Ends a response that has begun: a stream by an event, any other response by the end of the connection."""
@@ -197,6 +207,7 @@ class Forwarded(Response):
 
 
 _FAILED = "response.failed"
+_EVENT_END = b"\n\n"  # no data contain it
 
 
 def _failure(error: Exception) -> ApiError:

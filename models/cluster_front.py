@@ -18,16 +18,13 @@ from . import commands, openai_fields, serve, tenants
 from .cluster_asgi import Forwarded, Messages, NoReplica, scope_of
 from .loading import open_checkpoint
 from .openai_api import ApiError, Limits
-from .serve_app import Api, guarded, key_of, respond
+from .serve_app import Api, Endpoint, key_of, routed
 from .serve_job import Served
 from .tenants import Keys
 
 try:
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.requests import Request
     from starlette.responses import HTMLResponse, Response
-    from starlette.routing import Route
     from starlette.types import Scope
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[serve]"') from error
@@ -169,7 +166,7 @@ def make_app(parser: commands.Parser, args: argparse.Namespace, replicas: Replic
     )
     front = Front(replicas, served, args.timeout)
     no_keys = Keys()
-    endpoints: list[tuple[str, str, Any, Keys]] = [
+    endpoints: list[tuple[str, str, Endpoint, Keys]] = [
         *(("POST", path, front.forward, keys) for path in _PROMPTED),
         ("POST", openai_fields.TOKENIZE, front.forward, keys),
         ("POST", openai_fields.DETOKENIZE, front.forward, keys),
@@ -180,10 +177,7 @@ def make_app(parser: commands.Parser, args: argparse.Namespace, replicas: Replic
         ("GET", "/health", front.forward, no_keys),
         ("GET", "/version", front.version, no_keys),
     ]
-    routes = [Route(path, guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
-    errors = (ApiError, TimeoutError, ClientDisconnect, HTTPException, Exception)
-    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, respond))
-    return serve.guarded_app(args, app)
+    return serve.guarded_app(args, routed(endpoints))
 
 
 def merge_metrics(texts: Sequence[tuple[str, bytes]]) -> bytes:

@@ -15,7 +15,7 @@ _REFUSED = {
     "publish": "each replica publishes to the front, encrypted",
     "replay": "each replica answers the front, encrypted",
     "curve": "the events of replicas are always encrypted, with keys of their own",
-    "weights": "each replica has the weights of --checkpoint",
+    "weights": "each replica has the weights of --checkpoint, or of its user_config",
     "operator_key": "no path of the front changes a single engine",
     "max_connections": "clients connect to Ray's proxies",
 }
@@ -53,5 +53,7 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
             parser.error(f"--{option.replace('_', '-')}: got one with --replicas, but {reason}")
     if args.port == 0:
         parser.error("--port: got 0 with --replicas, wanted the port of each machine's proxy")
+    if args.store is not None and "://" in args.store and not args.store_readonly:
+        parser.error(f"--store: got {args.store} with --replicas, wanted a folder, in which each replica has its own")
     if args.agent:
         parser.error(f"--agent: got port {args.agent} with --replicas, wanted 0, a free port for each replica")

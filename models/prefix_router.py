@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax import Namespaces
 from kvjax.interop.vllm import Subscriber
 from kvjax.serving import choose_replica
 
@@ -39,6 +40,10 @@ class Router:
     Args:
       endpoints: {name: (the cache's endpoint for events, its endpoint for a replay of missed events)}; see `add`.
 
+    Attributes:
+      mirrors: the mirror of each cache by its name.
+      weights: the name of each cache's weights after an `Engine.update`, as in its events. A wrong name costs hits.
+
     Example:
       >>> from models.prefix_router import Router
       >>> router = Router({"one": ("tcp://127.0.0.1:5601", "tcp://127.0.0.1:5611")})
@@ -49,6 +54,7 @@ class Router:
 
     def __init__(self, endpoints: Mapping[str, tuple[str, str]] | None = None):
         self.mirrors = dict[str, Subscriber]()
+        self.weights = dict[str, str | None]()
         self._open = dict[Hashable, _Open]()
         self._dealt = dict[str, float]()  # tokens that each cache has computed, as far as they still count
         for name, addresses in (endpoints or {}).items():
@@ -62,6 +68,7 @@ class Router:
     def remove(self, name: str) -> None:
         """Forgets a cache. Its open requests end by `end`."""
         self.mirrors.pop(name).close()
+        self.weights.pop(name, None)
         del self._dealt[name]
 
     def route(
@@ -140,7 +147,8 @@ class Router:
     def _cached(self, name: str, prompt: Sequence[int], salt: str | None, lora: str | None) -> int:
         """The number of a prompt's tokens that a cache has, or is about to compute for open requests."""
         mirror = self.mirrors.get(name)
-        num_found = 0 if mirror is None else mirror.lookup(prompt, salt, lora).tokens
+        salt_there = Namespaces.salted(salt, self.weights.get(name))
+        num_found = 0 if mirror is None else mirror.lookup(prompt, salt_there, lora).tokens
         tokens = np.asarray(prompt, np.int32)
         common = [
             _num_common(tokens, other.prompt)

@@ -147,11 +147,17 @@ def _origin(text: str) -> str:
 
 
 class Server(NamedTuple):
-    """The application of a server, its engine, and its wires by their options' names."""
+    """The application of a server and its engine.
+
+    Attributes:
+      feeds: the wires by their options' names.
+      load_weights: loads a checkpoint's model like the server's, for `Engine.update`.
+    """
 
     app: Any
     engine: Engine[Any]
     feeds: dict[str, Any]
+    load_weights: Callable[[pathlib.Path], Any]
 
 
 @contextlib.contextmanager
@@ -219,15 +225,15 @@ def served(parser: commands.Parser, args: argparse.Namespace) -> Iterator[Server
         )
         pages = Pages(served_model.name, registry, served_model.decode_all, metrics.set, wire.set)
         pages.engine = engine
+
+        def load_weights(folder: pathlib.Path) -> Any:
+            return load(folder, dtype=args.dtype, scan=args.scan, **where)[0]
+
         operator = None
         if operator_keys:
-
-            def load_weights(folder: pathlib.Path) -> Any:
-                return load(folder, dtype=args.dtype, scan=args.scan, **where)[0]
-
             operator = serve_weights.Operator(engine, args.weights, load_weights), operator_keys
         app = make_app(engine, served_model, pages, sets_state=args.agent is not None, operator=operator)
-        yield Server(app, engine, wire.feeds)
+        yield Server(app, engine, wire.feeds, load_weights)
 
 
 def open_template(parser: commands.Parser, args: argparse.Namespace) -> chat.Template | None:

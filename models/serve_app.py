@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import kvjax
@@ -445,7 +445,6 @@ def make_app(
         actions, operator_keys = operator
         for path, act in (("/v1/weights", actions.weights), ("/sleep", actions.sleep), ("/wake", actions.wake)):
             endpoints.append(("POST", path, functools.partial(api.operate, act=act), operator_keys))
-    routes = [Route(path, guarded(call, guard), methods=[method]) for method, path, call, guard in endpoints]
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -454,6 +453,17 @@ def make_app(
         if setting is not None:
             setting.cancel()
 
+    return routed(endpoints, lifespan)
+
+
+def routed(endpoints: Iterable[tuple[str, str, Endpoint, Keys]], lifespan: Any = None) -> Starlette:
+    """Makes an application whose errors are those of the API.
+
+    Args:
+      endpoints: (method, path, endpoint, keys). A request needs one of the keys, if there are any.
+      lifespan: an async context manager around the application's life. None does nothing.
+    """
+    routes = [Route(path, guarded(call, keys), methods=[method]) for method, path, call, keys in endpoints]
     errors = (ApiError, EngineError, Failed, TimeoutError, ClientDisconnect, HTTPException, Exception)
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, respond), lifespan=lifespan)
 

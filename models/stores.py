@@ -21,6 +21,7 @@ from kvjax.stores import DiskStore, check_folder, load, save
 
 from . import commands
 from .loading import open_checkpoint
+from .shared_store import SharedStore
 
 DEFAULT_BYTES = 10 << 30
 READER_PATIENCE_MS = 30_000  # for a process which finds most of its blocks in the store
@@ -69,9 +70,11 @@ def opened(
         yield None
         return
     max_bytes = DEFAULT_BYTES if args.store_bytes is None else args.store_bytes
+    has_replicas = getattr(args, "replicas", None) is not None and not args.store_readonly
     try:
-        store = DiskStore(
-            args.store,
+        make: Any = SharedStore if has_replicas else DiskStore
+        store = make(
+            pathlib.Path(args.store) if has_replicas else args.store,
             spec,
             model=checkpoint_name(folder),
             names=names or kvjax.Namespaces(),

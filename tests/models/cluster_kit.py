@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,8 +16,11 @@ import time
 import httpx
 import numpy as np
 import openai
+from safetensors.numpy import load_file, save_file
 
-from models import recall
+import kvjax
+from kvjax.serving import make_requests
+from models import load, recall
 from models.recall import CHECKPOINT
 from tests.drive import ROOT
 
@@ -24,6 +28,7 @@ KEY = "a secret"
 PATIENCE = 240  # seconds for a start on a busy machine
 SIZES = {"rows": 4, "max-length": 320, "blocks": 112, "block-size": 8, "name": "recall", "api-key": KEY}
 ON = {"ignore_eos": True}  # goes on after the model's stop token
+XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"  # a thread for each engine
 _TITLE = b"ray::ServeReplica:kvjax:replica"
 
 
@@ -35,14 +40,14 @@ def free_port():
 class Running:
     """The server's command, once it serves. The end of a `with` ends it by SIGTERM. With None it has no replicas."""
 
-    def __init__(self, *options, replicas=2):
+    def __init__(self, *options, replicas=2, devices=1):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         sizes = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "models.serve", "--checkpoint", str(CHECKPOINT), *sizes]
         command += [*(["--replicas", str(replicas)] if replicas else []), "--port", str(self.port), *options]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-        env["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        env["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
         self.process = subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.lines = list[str]()
         self._serves = threading.Event()
@@ -57,8 +62,9 @@ class Running:
         self._serves.set()
 
     def __enter__(self):
-        assert self._serves.wait(PATIENCE)
-        assert f"serving at {self.url}/v1" in self.lines, "\n".join(self.lines[-20:])
+        if not self._serves.wait(PATIENCE) or f"serving at {self.url}/v1" not in self.lines:
+            self.__exit__()
+            raise AssertionError("\n".join(self.lines[-20:]))
         return self
 
     def __exit__(self, *_):
@@ -128,6 +134,25 @@ async def hit_rate(client, pairs, at_once):
     found = np.array(await asyncio.gather(*[ask(*pair) for pair in pairs]))
     num_cached, num_tokens, num_right = found.sum(0).tolist()
     return num_cached / num_tokens, num_right
+
+
+def other_weights(folder):
+    """Makes a checkpoint in a new folder whose weights, K/V and answers differ from the bundled one's."""
+    shutil.copytree(CHECKPOINT, folder)
+    weights = load_file(folder / "model.safetensors")
+    changed = "model.layers.0.self_attn.v_proj.weight"
+    save_file({**weights, changed: -weights[changed]}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def answer_of(folder, text, num_tokens=12):
+    """The next words of a checkpoint's model alone."""
+    model, tokenizer = load(folder)
+    sizes = {"num_blocks": 48, "max_seqs": 1, "max_length": 320, "block_size": 8}
+    spec = kvjax.make_spec(model.layer_specs(), dtype="float32", **sizes)
+    requests = make_requests([recall.encode(text)], max_new_tokens=num_tokens)
+    (output,), _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), requests)
+    return tokenizer.decode(output.tokens).split()
 
 
 def wait_for(condition, seconds=60.0):

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import sys
+import time
 import types
 
 import httpx
@@ -16,15 +17,15 @@ import zmq
 import kvjax
 import kvjax.stores
 from kvjax.interop.vllm import Curve, Publisher
-from models import cluster_asgi, cluster_front, cluster_options, prefix_router, recall, serve, stores, wires
+from models import cluster_asgi, cluster_options, prefix_router, recall, serve, stores
 from models.cluster_asgi import Busy, Forwarded, NoReplica, ReplicaEnded, call_app
-from models.cluster_front import Page, Prompt, merge_metrics, merge_pages
-from models.openai_fields import CHATS, COMPLETIONS, RESPONSES
+from models.cluster_front import merge_metrics, merge_pages
+from models.openai_fields import CHATS, RESPONSES
 from models.prefix_router import Place, Router
 from models.recall import CHECKPOINT
-from models.serve_http import with_request_ids
 from models.tenants import salt_of
 from tests.models.cluster_kit import questions
+from tests.models.front_kit import asked, documents_of, fronted, hit_rate, post
 from tests.models.serve_kit import DOCUMENT, KEY, PEOPLE, prompt_of, with_template
 from tests.wire_kit import ANY, eventually
 
@@ -223,10 +224,9 @@ def test_a_stream_whose_replica_ends_has_an_error_and_an_end():
 
 def test_a_stream_of_responses_ends_with_a_failed_response():
     first = {"type": "response.created", "response": {"id": "resp_1", "status": "in_progress"}, "sequence_number": 0}
-    sent, _ = forwarded(
-        [START, event(json.dumps(first).encode()), event(b"{}"), ReplicaEnded("it has ended")], has_types=True
-    )
-    kind, data = sent[3]["body"].decode().strip().split("\n")
+    two = {**event(b""), "body": event(json.dumps(first).encode())["body"] + event(b"{}")["body"]}
+    sent, _ = forwarded([START, two, ReplicaEnded("it has ended")], has_types=True)
+    kind, data = sent[2]["body"].decode().strip().split("\n")
     assert kind == "event: response.failed"
     assert json.loads(data.removeprefix("data: ")) == {
         "type": "response.failed",
@@ -252,6 +252,7 @@ def test_a_closed_call_cancels_the_task_of_its_application():
     async def app(scope, receive, send):
         assert await receive() == {"type": "http.request", "body": b"a body", "more_body": False}
         await send(START)
+        await send(event(b"1"))
         try:
             await asyncio.sleep(60)
         finally:
@@ -259,92 +260,67 @@ def test_a_closed_call_cancels_the_task_of_its_application():
 
     async def main():
         async with contextlib.aclosing(call_app(app, {"path": "/a"}, b"a body")) as lists:
-            assert await anext(lists) == [START]
+            assert await anext(lists) == [START, event(b"1")]
             assert not ended
         assert ended == ["/a"]
 
     asyncio.run(main())
 
 
+def lists_of(app):
+    """(the lists of messages of an application, the seconds until each of them)"""
+
+    async def main():
+        start = time.monotonic()
+        return [(messages, time.monotonic() - start) async for messages in call_app(app, {}, b"")]
+
+    found = asyncio.run(main())
+    return [messages for messages, _ in found], [seconds for _, seconds in found]
+
+
 def test_messages_that_wait_are_one_list_and_a_failing_application_ends_them():
     async def app(scope, receive, send):
         await send(START)
         await send(event(b"1"))
+        await send(event(b"2"))
         raise ValueError("broken")
 
-    async def main():
-        return [messages async for messages in call_app(app, {}, b"")]
+    async def silent(scope, receive, send):
+        raise ValueError("broken")
 
-    assert asyncio.run(main()) == [[START, event(b"1")]]
+    async def head(scope, receive, send):
+        await send(START)
+
+    both = {**event(b"2"), "body": event(b"1")["body"] + event(b"2")["body"]}
+    assert lists_of(app)[0] == [[START, both]]
+    assert lists_of(silent)[0] == [] and lists_of(head)[0] == [[START]]
+
+
+def test_lists_of_messages_follow_at_a_pace_and_neither_the_first_nor_the_last_one_waits(monkeypatch):
+    monkeypatch.setattr(cluster_asgi, "PACE", 0.5)
+
+    async def app(scope, receive, send):
+        await send(START)
+        await asyncio.sleep(0.05)
+        for number in range(8):
+            await send(event(str(number).encode(), more=number < 7))
+            await asyncio.sleep(0.1 if number < 7 else 0)
+
+    lists, seconds = lists_of(app)
+    assert len(lists) == 3 and lists[0] == [START, event(b"0")]
+    assert 0.5 < seconds[1] - seconds[0] < 0.65  # as the pace
+    assert seconds[2] - seconds[1] < 0.4  # the end, whose list has no pause
+    assert b"".join(part["body"] for part in [lists[0][1], *lists[1], *lists[2]]).count(b"data: ") == 8
 
 
 # A front with two servers in this process.
 
 
-class Local(cluster_front.Replicas):
-    """Applications in this process by name, chosen by a `Router`."""
-
-    def __init__(self, apps, router):
-        self.apps, self.router, self.prompts, self.num_calls = apps, router, list[Prompt](), 0
-
-    async def call(self, scope, body, prompt):
-        self.num_calls += 1
-        number = self.num_calls
-        place = self.router.rank(prompt.tokens, prompt.salt)[0]
-        self.router.begin(number, place, prompt.tokens, prompt.salt, num_new=prompt.num_new)
-        self.prompts.append(prompt)
-        try:
-            async with contextlib.aclosing(call_app(self.apps[place.name], scope, body)) as lists:
-                async for messages in lists:
-                    yield messages
-        finally:
-            self.router.end(number)
-
-    async def fetch_all(self, path, headers):
-        fetched = [(name, *await cluster_asgi.fetch(app, path, headers)) for name, app in self.apps.items()]
-        return [Page(name, status, body) for name, status, _, body in fetched]
-
-
-OPTIONS = ("--rows", "4", "--max-length", "320", "--blocks", "112", "--block-size", "8", "--name", "recall")
-
-
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
-    """(a front's application, its replicas): two servers that hold three documents each, with encrypted events."""
-    folder = with_template(tmp_path_factory.mktemp("front") / "recall")
-    public, secret = zmq.curve_keypair()
-    parser = serve.make_parser()
-    options = ("--checkpoint", str(folder), *OPTIONS, "--api-key", KEY, "--api-key", "another")
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv(wires.CURVE_KEY, secret.decode())
-        patch.setattr(serve, "_note", lambda text: None)
-        args = parser.parse_args([*options, "--publish", ANY, "--replay", ANY, "--curve"])
-        router, apps = Router(), {}
-        stack.callback(router.close)
-        for name in ("one", "two"):
-            server = stack.enter_context(serve.served(parser, args))
-            feed = server.feeds["publish"]
-            router.add(name, feed.endpoint, feed.replay_endpoint, Curve(*zmq.curve_keypair(), public))
-            apps[name] = with_request_ids(server.app)
-        replicas = Local(apps, router)
-        yield cluster_front.make_app(parser, parser.parse_args(options), replicas), replicas
-
-
-def asked(app, *requests, key=KEY):
-    """The responses to requests (method, path, body), one after the other."""
-
-    async def main():
-        headers = {"authorization": f"Bearer {key}", "host": "localhost", "content-type": "application/json"}
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
-            return [await client.request(method, path, json=body) for method, path, body in requests]
-
-    return asyncio.run(main())
-
-
-def post(path=COMPLETIONS, **fields):
-    return "POST", path, {"model": "recall", "temperature": 0, "max_tokens": 1, **fields}
+    """(a front's application, its replicas)"""
+    with fronted(with_template(tmp_path_factory.mktemp("front") / "recall")) as made:
+        yield made
 
 
 def test_a_front_reads_the_tokens_and_the_salt_that_a_replica_caches(front):
@@ -402,27 +378,12 @@ async def _from_host(app, host):
 
 
 def test_each_document_stays_in_a_cache(front):
-    """Each cache holds three of six documents. Served in turn, they would find less than half of the tokens."""
+    """Each cache holds three of four documents. Served in turn, they would find less than half of the tokens."""
     app, replicas = front
-    rng = np.random.default_rng(7)
-    documents = [recall.make_document(rng, 24) for _ in range(4)]
-    texts = [[f"{one.text} {recall.question(person)}" for person in list(one.facts)[:6]] for one in documents]
-    questions = [text for of_person in zip(*texts, strict=True) for text in of_person]
-    num_cached, num_tokens = 0, 0
-    for text in questions:
-        (response,) = asked(app, post(prompt=text, cache_salt="documents"))
-        usage = response.json()["usage"]
-        num_cached += usage["prompt_tokens_details"]["cached_tokens"]
-        num_tokens += usage["prompt_tokens"]
-        wait_for_mirrors(replicas, text)
-    assert num_cached / num_tokens > 0.75, (num_cached, num_tokens)
+    documents = documents_of(seed=7)
+    assert hit_rate(app, replicas, documents, "documents") > 0.75
     places = {replicas.router.rank(recall.encode(one.text), salt_of(KEY, "documents"))[0].name for one in documents}
     assert places == {"one", "two"}
-
-
-def wait_for_mirrors(replicas, text):
-    tokens = recall.encode(text)
-    eventually(lambda: replicas.router.rank(tokens, salt_of(KEY, "documents"))[0].cached >= len(tokens) // 8 * 8 - 8)
 
 
 def test_metrics_and_caches_of_all_replicas(front):
@@ -473,6 +434,9 @@ REFUSED = {
     "--replicas 2 --agent 50051": ("--agent: got port 50051 with --replicas, wanted 0, a free port for each replica"),
     "--replicas 2 --operator-key a": (
         "--operator-key: got one with --replicas, but no path of the front changes a single engine"
+    ),
+    "--replicas 2 --store s3://a/b": (
+        "--store: got s3://a/b with --replicas, wanted a folder, in which each replica has its own"
     ),
     "--replicas 2 --port 0": "--port: got 0 with --replicas, wanted the port of each machine's proxy",
     "--replicas 0": "--replicas: got '0', wanted an int of at least 1 and at most 1024",

@@ -5,7 +5,6 @@ import asyncio
 import os
 import pathlib
 import re
-import shutil
 import signal
 import threading
 import time
@@ -15,12 +14,25 @@ import warnings
 import httpx
 import pytest
 import yaml
-from safetensors.numpy import load_file, save_file
 
 from models import recall
 from models.recall import CHECKPOINT
 from tests.drive import ROOT
-from tests.models.cluster_kit import KEY, PATIENCE, SIZES, Running, free_port, hit_rate, processes, questions, wait_for
+from tests.models.cluster_kit import (
+    KEY,
+    ON,
+    PATIENCE,
+    SIZES,
+    XLA_FLAGS,
+    Running,
+    answer_of,
+    free_port,
+    hit_rate,
+    other_weights,
+    processes,
+    questions,
+    wait_for,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,12 +44,14 @@ with warnings.catch_warnings():
     from ray.serve.schema import ServeDeploySchema
 
     from models import cluster, commands
+    from models.cluster_weights import Wanted, read_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+HEADERS = {"authorization": f"Bearer {KEY}"}
 PAGE = ROOT / "docs/howto/cluster.md"
-VARIABLES = {
+VARIABLES = cluster.VARIABLES | {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "XLA_FLAGS": XLA_FLAGS,
 }
 
 
@@ -61,17 +75,33 @@ class Served(Running):
         self.url = f"http://127.0.0.1:{self.port}"
         ray_serve.start(http_options={"host": "127.0.0.1", "port": self.port}, proxy_location="HeadOnly")
 
-    def run(self, replicas, checkpoint=CHECKPOINT):
-        """Deploys a config as `serve deploy` does, and waits."""
+    def run(self, replicas, args=None, **options):
+        """Deploys a config as `serve deploy` does, and waits. Returns the last state of the application.
+
+        `args` are further options of the server, and `options` those of the replicas' deployment.
+        """
         app = {
             "name": "kvjax",
             "route_prefix": "/",
             "import_path": "models.cluster:application",
-            "args": {**SIZES, "checkpoint": str(checkpoint), "replicas": 1},
-            "deployments": [{"name": "replica", "num_replicas": replicas}],
+            "args": {**SIZES, "checkpoint": str(CHECKPOINT), "replicas": 1, **(args or {})},
+            "deployments": [{"name": "replica", "num_replicas": replicas, **options}],
         }
         schema = ServeDeploySchema.model_validate({"applications": [app]})
-        _get_global_client().deploy_apps(schema, _blocking=True)
+        _get_global_client().deploy_apps(schema, _blocking=False)
+        wait_for(lambda: ray_serve.status().applications["kvjax"].status != "DEPLOYING", 2 * PATIENCE)
+        return ray_serve.status().applications["kvjax"]
+
+    @property
+    def weights(self):
+        """The number of updates of each replica's weights."""
+        return [int(count) for count in self.metric("kvjax_weights_version").values()]
+
+    def answer(self, text, salt):
+        """The first words of an answer."""
+        body = {"model": "recall", "prompt": text, "max_tokens": 5, "temperature": 0, "cache_salt": salt, **ON}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+        return tuple(response.json()["choices"][0]["text"].split())
 
 
 class Load:
@@ -84,7 +114,7 @@ class Load:
 
     def _run(self):
         pairs = questions(2, 20)
-        with httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        with httpx.Client(headers=HEADERS, timeout=60) as client:
             while not self._stop.is_set():
                 text, _ = pairs[self.num_answered % len(pairs)]
                 body = {"model": "recall", "prompt": text, "max_tokens": 20}
@@ -105,39 +135,96 @@ class Load:
 
 def cached_tokens(url, text):
     body = {"model": "recall", "prompt": text, "max_tokens": 1}
-    response = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    response = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=60)
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(local_ray, tmp_path):
-    served = Served()
-    served.run(1)
+@pytest.fixture(scope="module")
+def served(local_ray):
+    return Served()
+
+
+def test_more_and_fewer_replicas_and_other_weights_cost_no_answer(served, tmp_path):
+    store = {"store": str(tmp_path / "store")}
+    served.run(1, store)
     (first,) = served.replicas
     with Load(served.url) as load:
-        served.run(2)
+        served.run(2, store)
         wait_for(lambda: len(served.replicas) == 2)
         assert first in served.replicas  # which goes on, with its cache
-        served.run(1)
+        served.run(1, store)
         wait_for(lambda: len(served.replicas) == 1)
     print(f"1 -> 2 -> 1 replicas: {load.num_answered} answers, errors {load.errors[:3]}")
     assert not load.errors and load.num_answered > 20
-    served.run(2)
+    served.run(2, store)
     wait_for(lambda: len(served.replicas) == 2)
     text, _ = questions(1, 1, seed=3)[0]
-    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
-    folder = tmp_path / "recall"
-    shutil.copytree(CHECKPOINT, folder)
-    weights = load_file(folder / "model.safetensors")
-    name = sorted(weights)[0]
-    save_file({**weights, name: weights[name] * 1.001}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 243]
+    folder = other_weights(tmp_path / "recall")
+    replace(served, store | {"checkpoint": str(folder)})
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 243]
+    replace(served, store)  # their caches are empty, and the store has whole blocks of these weights
+    assert [cached_tokens(served.url, text) for _ in range(2)] == [240, 243]
+
+
+def replace(served, args):
+    """Replaces both replicas, since they get other options."""
     before = served.replicas
     with Load(served.url) as load:
-        served.run(2, folder)
+        served.run(2, args)
         wait_for(lambda: len(served.replicas) == 2 and not served.replicas & before)
-    print(f"other weights: {load.num_answered} answers, errors {load.errors[:3]}")
+    print(f"other options: {load.num_answered} answers, errors {load.errors[:3]}")
     assert not load.errors and load.num_answered > 20
-    assert [cached_tokens(served.url, text) for _ in range(2)] == [0, 242]
+
+
+def test_new_weights_in_place_cost_no_answer(served, tmp_path):
+    served.run(2)
+    wait_for(lambda: len(served.replicas) == 2)
+    before = served.replicas
+    folder = other_weights(tmp_path / "recall")
+    wanted = {"weights": str(folder), "in_flight": "recompute"}
+    start = time.monotonic()
+    with Load(served.url) as load:
+        served.run(2, user_config=wanted)
+        wait_for(lambda: served.weights == [1, 1])
+    print(f"in place after {time.monotonic() - start:.1f} s: {load.num_answered} answers, errors {load.errors[:3]}")
+    assert not load.errors and load.num_answered > 5 and served.replicas == before
+    check_hits(served)
+    text, _ = questions(1, 1, seed=3)[0]
+    answers = {str(folder): answer_of(folder, text, 5), str(CHECKPOINT): answer_of(CHECKPOINT, text, 5)}
+    assert answers[str(folder)] != answers[str(CHECKPOINT)]
+    assert {served.answer(text, salt) for salt in "abcd"} == {tuple(answers[str(folder)])}
+    os.kill(processes()[0], signal.SIGKILL)
+    wait_for(lambda: len(served.replicas) == 2 and served.replicas != before)
+    assert served.weights == [1, 1]  # the new replica too
+    start = time.monotonic()
+    with Load(served.url) as load:
+        wrong = {"weights": str(tmp_path / "nowhere")}
+        failed = served.run(2, user_config=wrong, max_constructor_retry_count=2)
+    print(f"a wrong folder: {time.monotonic() - start:.1f} s, {load.num_answered} answers, errors {load.errors[:3]}")
+    message = failed.deployments["replica"].message
+    assert not load.errors and failed.status == "DEPLOY_FAILED" and "nowhere" in message, message
+    assert {served.answer(text, salt) for salt in "efgh"} == {tuple(answers[str(folder)])}
+    assert served.run(2).status == "RUNNING"
+    wait_for(lambda: len(served.replicas) == 2)
+    assert {served.answer(text, salt) for salt in "ijkl"} == {tuple(answers[str(CHECKPOINT)])}
     ray_serve.delete("kvjax")
+
+
+def check_hits(served):
+    """Each of six documents stays in a cache, as soon as the front knows the names of the weights."""
+
+    async def main():
+        async with served.client() as client:
+            start = time.monotonic()
+            for seed in range(100, 140):
+                rate, _ = await hit_rate(client, questions(6, 6, seed), 1)
+                if rate >= 0.80 or time.monotonic() - start > 30:
+                    return rate, time.monotonic() - start
+
+    rate, seconds = asyncio.run(main())
+    print(f"the cached share is {rate:.3f} within {seconds:.1f} s after the update")
+    assert rate >= 0.80
 
 
 def test_batches_of_ray_data_keep_their_order_and_survive_an_actor(local_ray):
@@ -210,7 +297,7 @@ def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
         def state(self):
             hanging.wait(60)
 
-    replica = types.SimpleNamespace(_server=types.SimpleNamespace(engine=Engine()))
+    replica = types.SimpleNamespace(_server=types.SimpleNamespace(engine=Engine()), _ends=False)
 
     async def check():
         try:
@@ -223,8 +310,18 @@ def test_an_engine_that_hangs_fails_the_check_of_its_replica(monkeypatch):
     asyncio.run(cluster.Replica.check_health(replica))
 
 
+def test_a_replica_saves_to_the_folder_of_its_rank():
+    """Ray gives the ranks anew when a replica has ended."""
+    replica = object.__new__(cluster.Replica)
+    configs = []
+    replica._save, replica._args = "/saved", types.SimpleNamespace(save="/saved/1")
+    replica._updates = types.SimpleNamespace(update=configs.append)
+    asyncio.run(replica.reconfigure({"weights": "/a"}, types.SimpleNamespace(rank=0)))
+    assert replica._args.save == "/saved/0" and configs == [{"weights": "/a"}]
+
+
 def test_the_config_of_the_page_makes_an_application(tmp_path):
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    text, in_place = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     (config,) = yaml.safe_load(text)["applications"]
     assert config["import_path"] == "models.cluster:application"
     keys = tmp_path / "keys"
@@ -237,6 +334,9 @@ def test_the_config_of_the_page_makes_an_application(tmp_path):
     assert args.api_key == ["one", "two"] and args.api_keys is None and args.budget == 60 << 30
     assert replicas._bound_deployment.num_replicas == 4
     assert {one["name"] for one in config["deployments"]} <= {"front", "replica"}
+    (deployment,) = yaml.safe_load(in_place)["deployments"]
+    assert deployment["name"] == "replica"
+    assert read_config(deployment["user_config"], "/models/m") == Wanted("/models/step-7", "recompute")
     for wrong, message in (({"rows": 0}, "--rows: got '0'"), ({"publish": "tcp://*:1"}, "--publish: got one with")):
         with pytest.raises(ValueError, match=message):
             cluster.application({**options, **wrong})
