@@ -78,16 +78,17 @@ def park(
     Args:
       serving: the requests and their cache. Do not donate it, and free the pools yourself (`jax.Array.delete`).
       scheduler: static; the scheduler of the steps.
-      keep: static; "none" empties the cache. "host" moves cached blocks to the host, as far as it has space, so requests
-        find them after `unpark`. It needs a `TieredCache` in `init_serving`.
+      keep: static; "none" empties the cache. "host" moves cached blocks to the host, as far as it has space, and
+        requests find them after `unpark`. It needs a `TieredCache` in `init_serving`.
       kept: i32[W]; number of tokens that each request keeps. None means its prompt's tokens with a canonical scheduler,
         and otherwise all.
       logits_state: a tree of arrays [W, ...], the state of `logits_fn` after these tokens. None leaves it as it is.
       now: i32[]; the time in ms.
 
     Returns:
-      The parked requests, and events: stored, removed, and updated or cleared. Status HELD if a pin, or a row without a request, holds K/V that
-      would be lost. Then nothing has changed, and you can go on with `unpark` and the same pools.
+      The parked requests, and events: stored, removed, and updated or cleared. Status HELD if a pin, or a row without a
+      request, holds K/V that would be lost. Then nothing has changed, and you can go on with `unpark` and the same
+      pools.
 
     Raises:
       ValueError: if a canonical scheduler needs a `logits_state`, `kept` has another shape, or `keep` is "host" without
