@@ -75,7 +75,7 @@ def check_model(
       >>> from kvjax.testing import check_model
       >>> spec = kvjax.make_spec([kvjax.LayerSpec(1, 8)], num_blocks=8, max_seqs=2, max_length=32, block_size=4)
       >>> def forgets_the_view(embed, tokens, pools, view, *, last):
-      ...     x = embed[tokens] + 0.1 * jnp.arange(tokens.shape[1])[None, :, None]
+      ...     x = embed[tokens] + 0.1 * jnp.arange(float(tokens.shape[1]))[None, :, None]
       ...     pools = kvjax.write(pools, 0, x[:, :, None], x[:, :, None], view)
       ...     x = kvjax.attend(x[:, :, None], pools, 0, view)[:, :, 0]
       ...     return x[jnp.arange(x.shape[0]), last] @ embed.T, pools
