@@ -24,7 +24,14 @@ from kvjax.verbs.offload import tiered_group
 
 
 @on_state
-def backup(state: CacheState, *, max_blocks: int, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
+def backup(
+    state: CacheState,
+    num_blocks: ArrayLike | None = None,
+    *,
+    max_blocks: int,
+    now: ArrayLike = 0,
+    group: int = 0,
+) -> tuple[CacheState, Events]:
     """Copies the next victims of the device to the host. They stay on the device too.
 
     A block with a copy leaves the device without a move, inside a jitted loop too: it is found on the host from then
@@ -38,6 +45,7 @@ def backup(state: CacheState, *, max_blocks: int, now: ArrayLike = 0, group: int
 
     Args:
       state: the cache. Its spec has backups.
+      num_blocks: i32[]; the number of victims to look at, at most `max_blocks`. None means `max_blocks`.
       max_blocks: static; the largest number of victims to look at, and of blocks to copy.
       now: i32[]; the time in ms.
       group: static; the index of the group.
@@ -69,9 +77,11 @@ def backup(state: CacheState, *, max_blocks: int, now: ArrayLike = 0, group: int
         raise ValueError("state: got a cache without backups, wanted make_spec(backups=True)")
     policy = windows.policy_of(state, group)
     size = min(max_blocks, chosen_group.empty.shape[0])
+    num_victims = size if num_blocks is None else jnp.clip(integers("num_blocks", num_blocks, ()), 0, size)
+    num_victims = jnp.minimum(num_victims, chosen_group.num_cached)
     is_kept = priorities(state, now)[group] >= state.spec.offload_min_priority
     chosen_group = settle(chosen_group, policy, now)
-    order, num_wanted, soon = _next_to_copy(chosen_group, policy, is_kept, size, now)
+    order, num_wanted, soon = _next_to_copy(chosen_group, policy, is_kept, num_victims, size, now)
     num_lacking = num_wanted - host_of(chosen_group).num_empty
     chosen_group = make_room(chosen_group, num_lacking, size, exempt=soon)
     chosen_group, removed = _evict_from_host(chosen_group, group, policy, num_wanted, size, now)
@@ -104,12 +114,12 @@ def backup(state: CacheState, *, max_blocks: int, now: ArrayLike = 0, group: int
 
 
 def _next_to_copy(
-    group: Group, policy: EvictionPolicy, is_kept: jax.Array, size: int, now: jax.Array
+    group: Group, policy: EvictionPolicy, is_kept: jax.Array, num_victims: jax.Array, size: int, now: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the blocks to copy: i32[size], in order and packed to the front, and i32[], their number.
 
-    Among the policy's next `size` victims it takes blocks with bool[B] `is_kept`, after the blocks of their prefixes.
-    Also returns bool[B], all such blocks, with a backup or without.
+    Among the policy's next `num_victims` i32[] victims, at most `size`, it takes blocks with bool[B] `is_kept`, after
+    the blocks of their prefixes. Also returns bool[B], all such blocks, with a backup or without.
     """
     blocks = group.blocks
     host, backup = with_backups(group)
@@ -122,7 +132,6 @@ def _next_to_copy(
         cached = (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
         return (ids >= 0) & cached & ~pick(on_move, ids) & group.on_device(ids)
 
-    num_victims = jnp.minimum(size, group.num_cached)
     victims, _ = policy.chosen(group.policy, blocks, eligible, num_victims, now, size)
     index = jnp.arange(size, dtype=jnp.int32)
     named = (index < num_victims) & eligible(victims) & pick(is_kept, victims)

@@ -122,6 +122,18 @@ def test_blocks_that_leave_by_a_copy_and_by_a_move_keep_their_order_on_the_host(
 
 
 @pytest.mark.slow
+def test_a_call_looks_at_so_many_victims():
+    """With 0 victims a driver compiles the program, and changes nothing."""
+    cache, ids = of_documents(4, num_host_blocks=1)
+    cache.do("offload", np.array([ids[0], -1, -1, -1], np.int32))
+    cache.do("backup", 0, max_blocks=4)
+    assert not backed(cache) and findable(cache) == set(ids)
+    cache, ids = of_documents(4)
+    cache.do("backup", 3, max_blocks=4)
+    assert backed(cache) == set(ids[:3])
+
+
+@pytest.mark.slow
 def test_the_source_of_a_copy_waits_on_the_host_after_it_has_left_in_a_loop():
     """Its holder, the copy, does not count as one: without a turn on the host it would never leave it."""
     cache, ids = of_documents(4, num_host_blocks=2)
