@@ -47,7 +47,7 @@ class Running:
         command = [sys.executable, "-m", "models.serve", "--checkpoint", str(CHECKPOINT), *sizes]
         command += [*(["--replicas", str(replicas)] if replicas else []), "--port", str(self.port), *options]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-        env["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
+        env |= {"XLA_FLAGS": XLA_FLAGS, "JAX_NUM_CPU_DEVICES": str(devices)}
         self.process = subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.lines = list[str]()
         self._serves = threading.Event()
