@@ -94,7 +94,7 @@ class Drafter(Pytree, static=("num_tokens",)):
       >>> class Successor(kvjax.serving.Drafter, static=("num_tokens",)):
       ...     num_tokens: int = 2
       ...     def propose(self, drafting):
-      ...         guesses = drafting.rows.token[:, None] + 1 + jnp.arange(self.num_tokens)
+      ...         guesses = drafting.rows.token[:, None] + 1 + jnp.arange(self.num_tokens)[None]
       ...         count = jnp.where(drafting.wanted, self.num_tokens, 0)
       ...         return kvjax.serving.Drafts(guesses, count, drafting.cache.pools)
       >>> spec = kvjax.make_spec(num_blocks=8, max_seqs=1, max_length=32, block_size=8)
