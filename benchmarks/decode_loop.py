@@ -75,19 +75,38 @@ def attend_contiguous(q, layer, lengths, plain: bool):
     return jnp.einsum("skgt,sktd->skgd", weight, values).reshape(rows, heads, width)
 
 
+class Contiguous(NamedTuple):
+    """Mixing of a layer over contiguous K/V, in place of `models.attention.Paged`. The cache has K and V of each layer.
+
+    Attributes:
+      layer_index: the layer.
+      position: i32[S]; the position of each row's token.
+      plain: see `attend_contiguous`.
+    """
+
+    layer_index: int
+    position: jax.Array
+    plain: bool
+
+    def attend(self, cache, q, kv, angles, **_: Any):
+        """Writes k and v, and attends to the row's tokens. Returns the values and the cache."""
+        row = jnp.arange(self.position.size)
+        index = row, slice(None), self.position
+        k, v = cache[self.layer_index]
+        k = k.at[index].set(rotate(kv[0], angles)[:, 0], unique_indices=True, mode="promise_in_bounds")
+        v = v.at[index].set(kv[1][:, 0], unique_indices=True, mode="promise_in_bounds")
+        y = attend_contiguous(rotate(q, angles)[:, 0], (k, v), self.position + 1, self.plain)
+        return y[:, None], (*cache[: self.layer_index], (k, v), *cache[self.layer_index + 1 :])
+
+
 def contiguous_step(model: Decoder, layers, token, position, plain: bool = True):
     """Logits f32[S, V] after the next token of each row, and K/V with this token."""
-    row = jnp.arange(token.size)
+    capacity = layers[0][0].shape[2]
 
-    def write(array, x):
-        return array.at[row, :, position].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
+    def mixing(layer_index, _):
+        return Contiguous(layer_index, position, plain)
 
-    def mix(layer_index, _, layers, q, kv, angles):
-        layer = write(layers[layer_index][0], rotate(kv[0], angles)), write(layers[layer_index][1], kv[1])
-        y = attend_contiguous(rotate(q, angles)[:, 0], layer, position + 1, plain)
-        return y[:, None], (*layers[:layer_index], layer, *layers[layer_index + 1 :])
-
-    x, layers = model._stream(token[:, None], position[:, None], mix, layers)
+    x, layers = model._stream(token[:, None], position[:, None], mixing, layers, capacity)
     return model._logits(x[:, 0]), layers
 
 

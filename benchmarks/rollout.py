@@ -80,6 +80,23 @@ def roll_out(model: Decoder, cache: kvjax.Cache, prompts: Any, lengths: Any, sha
     return kvjax.rollout(model, cache, prompts, lengths, samples=shape.samples, max_new_tokens=shape.new, **options)
 
 
+class Prefill(NamedTuple):
+    """Mixing of a layer of a whole prompt, in place of `models.attention.Dense`. It keeps K and V, with free space.
+
+    Attributes:
+      num_new: the number of tokens to reserve.
+    """
+
+    num_new: int
+
+    def attend(self, cache, q, kv, angles, **_: Any):
+        """Attends to the prompt. Returns the values, and the cache with K and V of this layer."""
+        k = jnp.moveaxis(rotate(kv[0], angles), 1, 2)  # [R, K, P, D]
+        v = jnp.moveaxis(kv[1], 1, 2)
+        padded = [jnp.pad(x, ((0, 0), (0, 0), (0, self.num_new), (0, 0))) for x in (k, v)]
+        return _causal(rotate(q, angles), k, v), (*cache, tuple(padded))
+
+
 def dense_sampler(shape: Shape):
     """A jitted greedy sampler, (model, prompt i32[1, P]) -> i32[G, T], which shares nothing."""
 
@@ -88,12 +105,7 @@ def dense_sampler(shape: Shape):
         tokens = jnp.broadcast_to(prompt, (shape.samples, shape.prompt))
         positions = jnp.broadcast_to(jnp.arange(shape.prompt)[None], tokens.shape)
 
-        def prefill(layer_index, _, layers, q, kv, angles):
-            k, v = (jnp.moveaxis(x, 1, 2) for x in (rotate(kv[0], angles), kv[1]))  # [R, K, P, D]
-            padded = [jnp.pad(x, ((0, 0), (0, 0), (0, shape.new), (0, 0))) for x in (k, v)]
-            return _causal(rotate(q, angles), k, v), (*layers, tuple(padded))
-
-        x, layers = model._stream(tokens, positions, prefill, ())
+        x, layers = model._stream(tokens, positions, lambda *_: Prefill(shape.new), (), shape.prompt + shape.new)
         first = jnp.argmax(model._logits(x[:, -1]), axis=-1).astype(jnp.int32)
 
         def step(carry, step_index):

@@ -38,7 +38,17 @@ ANY = {
     "in_turn", "_loops", "_scatters", "_fusions", "_distinct", "logits_differ", "more_temporaries",
     "_drafted", "_accepted", "_pass_cost",
 }  # fmt: skip
-LEFT_OUT = {"over_transformers", "serve_", "first_", "rewrite_", "extract_", "code_", "chat_", "recall_8"}
+LEFT_OUT = {
+    "over_transformers",
+    "serve_",
+    "first_",
+    "rewrite_",
+    "extract_",
+    "code_",
+    "chat_",
+    "recall_8",
+    "compile_32_s",
+}
 
 
 def toy(measure, bars=None, sizes=None, strict=False):
@@ -124,9 +134,10 @@ def test_a_quick_run_has_every_figure_of_the_pages(name, tmp_path, monkeypatch):
     with jax.numpy_rank_promotion("allow"):
         made.main()
     result = json.loads(file.read_text())
-    missing = [metric for metric in made.bars if metric not in result["metrics"]]
-    assert not [metric for metric in missing if not metric.startswith(tuple(LEFT_OUT))]
-    values = result["metrics"] | result.get("details", {})
+    measured = result.get("metrics", {})  # absent if a quick run has none of the bars
+    missing = [metric for metric in made.bars if metric not in measured]
+    assert not [metric for metric in missing if not any(part in metric for part in LEFT_OUT)]
+    values = measured | result.get("details", {})
     assert not [metric for metric, value in values.items() if value <= 0 and not any(part in metric for part in ANY)]
 
 
