@@ -10,6 +10,7 @@ loop, the form in which kernels were emitted, and the program's collectives and 
 
 import functools
 import glob
+import importlib
 import importlib.metadata
 import json
 import math
@@ -278,19 +279,61 @@ def on_gpus(target: str, gpus: dict[str, int], args, *specs):
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(*gpus.values(),), axis_names=(*gpus,))
 
     def put(arg, spec):
-        if isinstance(arg, HostPools):
-            on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host), arg)
         return jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=NamedSharding(mesh, spec))
 
-    partitions = jax.tree.broadcast(specs[0] if specs else P(), args)
-    return jax.tree.map(put, args, partitions, is_leaf=lambda arg: isinstance(arg, HostPools)), mesh
+    return jax.tree.map(put, args, jax.tree.broadcast(specs[0] if specs else P(), args)), mesh
+
+
+def host_flags(tree: Any) -> list[bool]:
+    """Whether each leaf of a tree belongs to the host's pools."""
+    parts = jax.tree.leaves(tree, is_leaf=_is_on_host)
+    return [_is_on_host(part) for part in parts for _ in jax.tree.leaves(part)]
+
+
+def _is_on_host(part: Any) -> bool:
+    return isinstance(part, HostPools)
+
+
+def with_host_pools(function):
+    """The function, with all host pools among its arguments in host memory."""
+
+    def call(*args):
+        def put(part):
+            return jax.device_put(part, jax.memory.Space.Host) if _is_on_host(part) else part
+
+        return function(*jax.tree.map(put, args, is_leaf=_is_on_host))
+
+    return call
+
+
+def mark_memories(lowered: Any, arguments: list[bool], results: list[bool]) -> None:
+    """Puts arguments and results of a lowered program in pinned host memory, by a flag for each leaf.
+
+    jax does not pass on the memory kind of a ShapeDtypeStruct if it has no device to ask.
+    """
+    ir = importlib.import_module("jax._src.lib.mlir").ir
+    module = lowered.compiler_ir()
+
+    def marked(attributes, flags):
+        leaves = [{x.name: x.attr for x in map(old.__getitem__, range(len(old)))} for old in attributes]
+        for leaf, is_on_host in zip(leaves, flags, strict=True):
+            leaf["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host" if is_on_host else "device")
+        return ir.ArrayAttr.get([ir.DictAttr.get(leaf) for leaf in leaves])
+
+    with module.context:
+        (main,) = [x for x in module.body.operations if str(x.attributes["sym_name"]) == '"main"']
+        main.attributes["arg_attrs"] = marked(main.attributes["arg_attrs"], arguments)
+        main.attributes["res_attrs"] = marked(main.attributes["res_attrs"], results)
 
 
 def compile_for(mesh, function, args, donate, dump: str, **options):
     """The lowered and the compiled program. XLA writes its dump to the folder `dump`, and `options` are XLA's."""
+    flags = host_flags(args)
+    function = with_host_pools(function) if any(flags) else function
     with lowering_for("cuda"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+        lowered = jax.jit(function, donate_argnums=donate, keep_unused=any(flags)).lower(*args)
+    if any(flags):
+        mark_memories(lowered, flags, host_flags(lowered.out_info))
     return lowered, lowered.compile({"xla_dump_to": dump, **options})
 
 

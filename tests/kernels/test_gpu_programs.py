@@ -81,10 +81,11 @@ def write(tmp_path, budgets, **more):
 
 @needs_toolchain
 @pytest.mark.slow
-def test_a_loop_over_a_cache_with_backups_has_few_more_kernels_and_never_stops():
-    plain, backed = parts_of("loop_host"), parts_of("loop_backups")
-    assert backed["block"]["kernels"] - plain["block"]["kernels"] <= 10
-    assert not any(counts["stops"] for counts in backed.values())
+@pytest.mark.parametrize(("plain", "backed"), [("loop_host", "loop_backups"), ("scheduled", "scheduled_tiers")])
+def test_a_loop_with_backups_or_with_moves_has_few_more_kernels_and_never_stops(plain, backed):
+    counts = parts_of(backed)
+    assert counts["block"]["kernels"] - parts_of(plain)["block"]["kernels"] <= 10
+    assert not any(part["stops"] for part in counts.values())
 
 
 def numbers(stops=0, kernels=0, copies=0, launches=0):

@@ -6,7 +6,6 @@ tests/kernels/gpu_compile.py.
 """
 
 import dataclasses
-import importlib
 import json
 from typing import Any
 
@@ -289,11 +288,10 @@ def test_on_a_gpu_both_pools_are_updated_in_place():
 
 def compile_for_gpu():
     """Prints XLA's results for each program for a GPU, as lines of JSON."""
-    from tests.kernels.gpu_compile import on_gpus
+    from tests.kernels.gpu_compile import mark_memories, on_gpus
 
     _, mesh = on_gpus("h200", {"x": 1}, ())
     Space = jax.memory.Space
-    ir = importlib.import_module("jax._src.lib.mlir").ir  # jax does not pass on the memory kind of a ShapeDtypeStruct
 
     def tree(count):
         shapes = ((count, 4, 2, 8, 16, 128), jnp.bfloat16), ((count, 3, 2, 4, 16, 64), jnp.int8)
@@ -303,12 +301,6 @@ def compile_for_gpu():
 
     def size(tree):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-    def mark(attributes, memories):
-        leaves = [{x.name: x.attr for x in map(old.__getitem__, range(len(old)))} for old in attributes]
-        for leaf, memory in zip(leaves, memories, strict=True):
-            leaf["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host" if memory == Space.Host else "device")
-        return ir.ArrayAttr.get([ir.DictAttr.get(leaf) for leaf in leaves])
 
     def measure(function, donated, *args):
         """Compiles a program, whose arguments are pairs of a tree and its memory kind."""
@@ -323,13 +315,9 @@ def compile_for_gpu():
 
         with lowering_for("cuda"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(marked, donate_argnums=0 if donated else ()).lower(*trees)
-        module: Any = lowered.compiler_ir()
-        with module.context:
-            (main,) = [x for x in module.body.operations if str(x.attributes["sym_name"]) == '"main"']
-            each = [m for tree, m in args for _ in jax.tree.leaves(tree)]
-            main.attributes["arg_attrs"] = mark(main.attributes["arg_attrs"], each)
-            results = [memories[0] if donated else Space.Device] * len(main.attributes["res_attrs"])
-            main.attributes["res_attrs"] = mark(main.attributes["res_attrs"], results)
+        given = [memory == Space.Host for tree, memory in args for _ in jax.tree.leaves(tree)]
+        returned = donated and memories[0] == Space.Host
+        mark_memories(lowered, given, [returned] * len(jax.tree.leaves(lowered.out_info)))
         compiled: Any = lowered.compile()
         memory, text = compiled.memory_analysis(), compiled.as_text()
         result = {
