@@ -366,8 +366,14 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         parser.error(f"--address: {str(error).splitlines()[0]}")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    is_ending = threading.Event()
+
+    def interrupt(*_: Any) -> NoReturn:
+        is_ending.set()
+        raise KeyboardInterrupt
+
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(kind, _interrupt)
+        signal.signal(kind, interrupt)
     if args.until_eof:
         threading.Thread(target=serve.end_with_input, daemon=True).start()
     try:
@@ -378,7 +384,8 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving at http://{host}:{args.port}/v1", file=sys.stderr, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            while not is_ending.wait(1.0):  # a signal that reaches another thread of Ray's wakes nobody
+                pass
         _end()
     except KeyboardInterrupt:
         pass  # before it served, or a second time
@@ -386,10 +393,6 @@ def run(parser: commands.Parser, args: argparse.Namespace) -> None:
         if args.address is not None:
             _leave()
         ray.shutdown()
-
-
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _end() -> None:

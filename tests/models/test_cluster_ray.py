@@ -108,7 +108,7 @@ def test_clients_that_leave_cancel_their_answers(running):
 
     async def stream(*, leaves):
         async with running.client(timeout=120) as client:
-            chunks = await client.completions.create(stream=True, max_tokens=280, n=4, seed=5 + leaves, **fields)
+            chunks = await client.completions.create(stream=True, max_tokens=280, n=3, seed=5 + leaves, **fields)
             async for _ in chunks:
                 if leaves:
                     break
@@ -129,7 +129,7 @@ def test_clients_that_leave_cancel_their_answers(running):
     left = num_computed(stream(leaves=True))
     many = num_computed(leave_answers())
     print(f"tokens computed: {whole:.0f} of a stream, {left:.0f} of one whose client leaves, {many:.0f} of 24 answers")
-    assert whole >= 1000 and left < 4 * 280 / 4 and many < 24 * 280 / 2
+    assert whole >= 800 and left < 3 * 280 / 4 and many < 24 * 280 / 2
 
 
 def test_thirty_at_once_and_the_pages_of_all_replicas(running):
