@@ -46,7 +46,7 @@ class HostTier[C: AnyCache]:
         for group_index in self.groups:
             compile_moves(state.cache.pools, cast(HostPools, host), group_index)
             if self.spec.backups:
-                self.call(TieredCache.backup, 0, max_blocks=self._max_copied(group_index), group=group_index)
+                self.call(TieredCache.backup, num_blocks=0, max_blocks=self._max_copied(group_index), group=group_index)
             else:
                 self.call(TieredCache.watermark, 0, max_blocks=self._max_taken(group_index), group=group_index)
         if self.groups:
@@ -97,7 +97,7 @@ class HostTier[C: AnyCache]:
             num_victims = target - int(self.state.cache.state.groups[group_index].num_empty)
             if num_victims > 0:
                 options = {"max_blocks": self._max_copied(group_index), "group": group_index}
-                events: Any = self.call(TieredCache.backup, num_victims, **options)[0]
+                events: Any = self.call(TieredCache.backup, num_blocks=num_victims, **options)[0]
                 has_copied = has_copied or bool(np.any(np.asarray(events.transfer.block) >= 0))
         return has_copied
 

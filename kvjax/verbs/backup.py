@@ -26,8 +26,8 @@ from kvjax.verbs.offload import tiered_group
 @on_state
 def backup(
     state: CacheState,
-    num_blocks: ArrayLike | None = None,
     *,
+    num_blocks: ArrayLike | None = None,
     max_blocks: int,
     now: ArrayLike = 0,
     group: int = 0,

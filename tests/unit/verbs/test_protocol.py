@@ -28,6 +28,7 @@ OPTIONS = {
     "hits": ("ArrayLike", 0),
     "seqs": ("ArrayLike | None", None),
     "exact": ("ArrayLike | None", None),
+    "num_blocks": ("ArrayLike | None", None),
     "max_blocks": ("int", inspect.Parameter.empty),
     "max_tokens": ("int | None", None),
     "max_removed": ("int | None", None),
