@@ -1229,7 +1229,7 @@ class Life:
         self.lose(self.moving("watermark", np.int32(request["empty"]), max_blocks=EMPTIED, group=request["group"])[1])
 
     def _backup(self, request: Request) -> None:
-        some = {"num_blocks": np.int32(request["num_blocks"])} if self.config.every else {}
+        some = {"num_blocks": np.int32(self.time % (EMPTIED + 2))} if self.config.every else {}
         self.lose(self.moving("backup", max_blocks=EMPTIED, group=request["group"], **some)[1])
 
     def _swap_out(self, request: Request) -> None:
@@ -1568,8 +1568,6 @@ class Requests(Draws):
                 request["active"] = self.per_row(0.6)
             case "beam_step":
                 request["parents"] = self.rng.integers(0, 2, 2).tolist()
-            case "backup":
-                request |= self.make("backup") | {"num_blocks": self.number(1, EMPTIED + 2)}
             case "pin":
                 request |= self.make("pin") | {"group": self.number(2) if every else 0}
             case "forget_namespaces":
