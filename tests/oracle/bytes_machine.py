@@ -38,7 +38,8 @@ from kvjax._arrays import Pytree
 from kvjax.policies import lfu, priority
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler, rollout_log
+from kvjax.serving import Scheduler, cancel, init_serving, park, results, rollout_log, serve, submit, unpark
+from kvjax.serving.preempt import retire
 from kvjax.state import NO_BLOCK, EvictionPolicy
 from kvjax.stores import Adopted, Staged, scatter
 from kvjax.testing.expected import MAX_TOKENS
@@ -351,6 +352,21 @@ def _rollout(*args: Any, **options: Any) -> Any:
     )  # fmt: skip
 
 
+TURNS = Scheduler(chunk=8, k=SIZE)
+
+
+def _submitted(cache: Any, tokens: Any, lengths: Any, namespace: Any) -> Any:
+    """Requests for SIZE tokens after each of three prompts."""
+    serving = init_serving(cache, [WIDTH] * 3)
+    return submit(serving, tokens, lengths, [SIZE] * 3, scheduler=TURNS, namespace=namespace)[0]
+
+
+def _ended(serving: Any, log: Any) -> Any:
+    """The requests without those that cannot go on, because others hold the blocks or rows."""
+    serving, _ = cancel(serving, np.arange(3, dtype=np.int32), serving.requests.generation)
+    return retire(serving, log, TURNS, jnp.int32(0))[:2]
+
+
 @functools.cache
 def programs(lowered: bool = False) -> dict[str, Callable[..., Any]]:
     """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit". Verbs donate it."""
@@ -367,6 +383,8 @@ def programs(lowered: bool = False) -> dict[str, Callable[..., Any]]:
         "scatter": jit(scatter), "write": jit(write), "apply": jit(kvjax.apply), "decode": jit(block_of_steps),
         "rollout": jax.jit(_rollout, donate_argnums=1),
         "score": jax.jit(functools.partial(kvjax.score, chunk=8), donate_argnums=1),
+        "submit": jax.jit(_submitted), "serve": jax.jit(functools.partial(serve, scheduler=TURNS)),
+        "park": jax.jit(functools.partial(park, scheduler=TURNS), static_argnames="keep"), "end": jax.jit(_ended),
     }  # fmt: skip
 
 
@@ -1340,6 +1358,33 @@ class Life:
                 self._check_chosen(prompt, space, chosen[sample][mask[sample]].tolist())
         self.tally["rollout hit"] += int(np.sum(found.cached[:, 0] > 0))
 
+    def _park(self, request: Request) -> None:
+        """Serves prompts, and parks the requests after some steps. They go on over pools with other contents."""
+        spaces, (model, cache, *_), options = self.by_tenants(request)
+        lengths = [len(prompt) for prompt in request["prompts"]]
+        tokens = drive.padded(np.concatenate(request["prompts"]), 3 * WIDTH)
+        serving = self.programs["submit"](cache, tokens, np.array(lengths, np.int32), options["namespace"])
+        serving, log = self.programs["serve"](model, serving, options["log"], steps=request["steps"])
+        self.follow(log)
+        parked, events = self.programs["park"](serving, keep=request["keep"])
+        self.follow(events)
+        assert events.ok or self.rows or self.pins or self.adoptions, "park is refused, and nobody else holds a block"
+        pools = serving.cache.pools
+        if events.ok:
+            pools = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), pools)
+        self.tally["parked" if events.ok else "refused to park"] += 1
+        self.tally["kept on the host"] += len(self.mirror.nodes) if events.ok else 0
+        log = options["log"]
+        serving = unpark(parked, pools)
+        for _ in range(2):  # a loop ends early if blocks were refused in spite of the count; the next one preempts
+            serving, log = self.programs["serve"](model, serving, log, steps=4 * WIDTH)
+        serving, log = self.programs["end"](serving, log)
+        self.follow(log)
+        self.cache, self.host = serving.cache, serving.host_pools
+        for (slot, _), output in results(serving).items():
+            self._check_chosen(request["prompts"][slot], spaces[slot], output.tokens)
+            self.tally["over after parking"] += output.finish == "length"
+
     def _score(self, request: Request) -> None:
         """Scores completions. Their log-probabilities tell whether each token before them was read right."""
         texts, ends = request["completions"], request["ends"]
@@ -1406,7 +1451,7 @@ _WEIGHTS = {
     "unpin": 2, "evict": 1, "reset": 40, "offload": 3, "onboard": 3, "watermark": 2, "backup": 6, "swap_out": 5,
     "swap_in": 8,
     "complete": 3, "generate": 2,
-    "rollout": 4, "score": 4, "adopt": 5, "reserve": 7, "deliver": 8, "finish_adoption": 6, "misuse": 2,
+    "rollout": 4, "score": 4, "park": 4, "adopt": 5, "reserve": 7, "deliver": 8, "finish_adoption": 6, "misuse": 2,
 }  # fmt: skip
 
 
@@ -1500,6 +1545,7 @@ class Requests(Draws):
             "generate": generates,
             "rollout": generates and (life.spec.backups or not life.has_host) and not self.config.lowered,
             "score": generates and not life.has_host and not self.config.lowered,
+            "park": generates and self.config.verbs and "park" in self.config.verbs,
             "adopt": True, "misuse": True, "reserve": len(life.adoptions) < 2, "deliver": life.adoptions,
             "finish_adoption": life.adoptions
             and (self.chance(0.3) or any(one.written.any() for one in life.adoptions)),
@@ -1575,11 +1621,14 @@ class Requests(Draws):
                 if self.chance(0.3):  # one tenant, or old weights
                     tenants, version = [self.number(TENANTS)] * TENANTS, self.number(life.version + 1)
                 request["keep"] = [version * TENANTS + tenant for tenant in tenants]
-            case "rollout" | "score":
+            case "rollout" | "score" | "park":
                 request["prompts"] = [self.text(self.number(1, WIDTH - SIZE + 1)) for _ in range(3)]
                 request["completions"] = self.rng.integers(0, VOCAB, (3, 2, SIZE)).tolist()
                 request["ends"] = self.rng.integers(0, SIZE + 1, (3, 2)).tolist()
                 request["space_of"] = self.spaces()
+                if verb == "park":
+                    request["steps"] = self.number(12)
+                    request["keep"] = "host" if life.has_host and self.chance(0.7) else "none"
             case "generate":
                 count = self.number(2, 5)
                 request["prompts"] = [self.text(self.number(1, 13)) for _ in range(count)]
@@ -1672,6 +1721,9 @@ EVERY = (
     "finish_adoption", "beam_step", "pin", "unpin", "evict", "forget_namespaces", "reset", "offload", "onboard",
     "watermark", "swap_out", "swap_in", "misuse", "thin", "backup",
 )  # fmt: skip
+IN_TIERS = (
+    "admit", "commit", "release", "backup", "offload", "swap_out", "swap_in", "pin", "unpin", "rollout", "park",
+)  # fmt: skip
 CONFIGS = {
     "fast host": Config(host=5, faces=("Cache", "TieredCache"), generate=False, verbs=(*FAST, "misuse")),
     "fast thinning": Config(
@@ -1699,7 +1751,7 @@ CONFIGS = {
     "fast lowered": Config(lowered=True, generate=False, verbs=FAST),
     "lowered, extra ids": Config(lowered=True, options={"extra_ids": True}),
     "rollouts": Config(
-        verbs=("admit", "commit", "release", "update", "forget_namespaces", "pin", "unpin", "rollout", "score")
+        verbs=("admit", "commit", "release", "update", "forget_namespaces", "pin", "unpin", "rollout", "score", "park")
     ),
     "batches": Config(
         host=8, verbs=("admit", "commit", "release", "swap_out", "swap_in", "pin", "unpin", "update", "generate")
@@ -1710,7 +1762,7 @@ CONFIGS = {
     ),
     "rollouts, backups": Config(
         host=9,
-        verbs=("admit", "commit", "release", "backup", "offload", "swap_out", "swap_in", "pin", "unpin", "rollout"),
+        verbs=IN_TIERS,
         options={"backups": True},
     ),
     "backups": Config(host=8, options={"backups": True}),

@@ -24,6 +24,7 @@ HAPPENS = (
 )  # fmt: skip
 OF_VERSIONS = "rows of old weights", "cached by other weights"
 ADOPTED = "adopted", "landed", "dropped", "published meanwhile", "adoption refused"
+PARKED = "parked", "refused to park", "over after parking"
 MISUSED = "refused in a step", "refused numbers"
 ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "failed", "lost", "dropped by the host")
 
@@ -365,7 +366,14 @@ def test_bytes_of_blocks_that_devices_divide(name):
 def test_bytes_of_rollouts_and_scores():
     tally = live(CONFIGS["rollouts"], seed=1, steps=300).tally
     things = "rollout hit", "generated", "scored", "not scored", "beside other rows", "forget_namespaces"
-    assert_happened(tally, *things, *OF_VERSIONS)
+    assert_happened(tally, *things, *PARKED, *OF_VERSIONS)
+
+
+@pytest.mark.slow
+def test_bytes_of_rollouts_and_parked_requests_that_move_blocks_in_their_programs():
+    tally = live(CONFIGS["rollouts, backups"], seed=1, steps=300).tally
+    things = "rollout hit", "generated", "left in a program", "back in a program", "kept on the host"
+    assert_happened(tally, *things, *PARKED)
 
 
 @pytest.mark.slow
