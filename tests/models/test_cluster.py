@@ -468,6 +468,7 @@ def test_a_save_of_other_weights_does_not_stop_a_replica(tmp_path, capsys):
     assert notes[1].endswith("blocks are saved")
 
 
+@pytest.mark.long
 def test_batches_are_sorted_and_their_answers_are_not(monkeypatch):
     """Ray Data is replaced by a loop over the batches, from the last one to the first one."""
 

@@ -50,6 +50,7 @@ def test_a_config_has_a_folder_and_may_have_a_mode():
     assert read_config({"weights": "/a/b/", "in_flight": "finish"}, "/first") == Wanted("/a/b", "finish")
 
 
+@pytest.mark.long
 def test_new_weights_answer_and_their_prompts_are_found(front, other):
     """After an update the mirrors look prompts up under the name of the weights. Without the name they find nothing."""
     app, replicas, updates = front

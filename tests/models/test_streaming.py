@@ -29,7 +29,8 @@ def small_cache(model, dtype="float32"):
     return kvjax.Cache.create(kvjax.make_spec(layers, num_blocks={None: 8, WINDOW: 8}, **sizes))
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("scan", [False, True])
 def test_the_paged_model_is_the_dense_model(model, scan):
     sliding = streaming(model, WINDOW, SINKS)
     tokens = np.random.default_rng(0).integers(0, 64, LENGTH)

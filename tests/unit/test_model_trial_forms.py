@@ -201,6 +201,7 @@ def test_a_layer_by_its_index_has_its_number_in_an_error():
         check_model(model_of(attend=attend), spec_of())
 
 
+@pytest.mark.long
 def test_a_reference_runs_outside_of_jit_and_has_logits_of_all_tokens():
     logits = []
 

@@ -79,6 +79,7 @@ def test_a_composite_that_obeys_is_followed():
     assert trial.do({"verb": "unpin", "which": 0}).status.tolist() == [kvjax.Status.OK]
 
 
+@pytest.mark.long
 def test_stacked_events_are_taken_one_after_the_other():
     def both(state):
         state, first = release(state, 0)

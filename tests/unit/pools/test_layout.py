@@ -115,6 +115,7 @@ def test_blocks_outside_of_pools_have_one_form(source):
         np.testing.assert_array_equal(everything.arrays[0][0], wanted)
 
 
+@pytest.mark.long
 def test_events_and_drawings_do_not_depend_on_the_layout():
     shown = []
     for layout in ("heads", "tokens"):

@@ -53,7 +53,9 @@ def check(form, implementation=None, sinks=None, packs=False, **mesh):
     assert not np.any(out[is_padding])
 
 
-@pytest.mark.parametrize("form", ["decode", "mixed", pytest.param("padded", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "form", ["decode", *(pytest.param(form, marks=pytest.mark.long) for form in ("mixed", "padded"))]
+)
 def test_the_first_tokens_are_seen_by_queries_of_their_own(form):
     check(form)
 

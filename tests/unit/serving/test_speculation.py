@@ -52,6 +52,7 @@ def run(drafter, kind="plain", requests=REQUESTS, num_blocks=16, **options):
     return outputs, cache
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "accepted"), [(RIGHT, 1.0), (WRONG, 0.0), (RANDOM, None)])
 def test_answers_are_those_without_drafts(mode, accepted):
     outputs, _ = run(Guesses.of(MODEL, VOCAB, mode))

@@ -101,6 +101,7 @@ def test_exact_is_a_mask_of_rows(exact):
         kvjax.commit(state, np.zeros((SPEC.max_seqs, 2), np.int32), np.zeros(SPEC.max_seqs, np.int32), exact=exact)
 
 
+@pytest.mark.long
 def test_a_context_of_sparse_attention_wants_a_sparse_cache_and_no_exact_step():
     layer = kvjax.LayerSpec(1, 4)
     sizes = {"num_blocks": 4, "max_seqs": 1, "max_length": 16, "block_size": 4, "dtype": "float32"}

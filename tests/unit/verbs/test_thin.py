@@ -146,6 +146,7 @@ def test_rows_are_refused_one_by_one():
     assert driver.status("thin", np.zeros(2, np.int32), np.stack([columns()] * 2)) == ["BAD_REQUEST"] * 2
 
 
+@pytest.mark.long
 def test_too_many_blocks_to_remove_are_refused():
     driver = started(TEXT[:20])
     assert driver.status("thin", 0, columns(1), max_removed=2) == ["BAD_REQUEST"]
