@@ -271,7 +271,9 @@ class Cache(AnyCache, Pytree):
         refused = is_refused(self.state, tokens, count, seqs)
         computable = jnp.where(refused, 0, count)
         computed, pools = call(model, tokens, self.pools, self.view(computable, tokens.shape[1], seqs), last)
-        # NaN, so nobody takes the logits of a refused row for an answer.
+        # NaN, so nobody takes the logits of a refused row for an answer. Without a barrier, XLA fuses the decision into
+        # the model's last product, and that of jaxlib 0.11.2 fails to compile it for a single row on a GPU.
+        refused = jax.lax.optimization_barrier(refused)
         computed = jnp.where(jnp.expand_dims(refused, range(1, computed.ndim)), jnp.nan, computed)
         static = ("logits",) if logits != "last" else ()
         with counted_as("step", static, self.state.seqs.length, tokens, count):
