@@ -6,7 +6,8 @@
     state, events = finish_adoption(state, events.adopted, arrived)    # arrived blocks become findable
 
 A reserved block has a holder and is not findable, so nothing finds, evicts or writes it. You may call other verbs
-between the two: `finish_adoption` allows for blocks that they publish or remove.
+between the two: `finish_adoption` allows for blocks that they publish or remove. `pin` and `unpin` take the holder for
+a pin. So pin a block's prefix yourself, and unpin the prefix last: nobody else holds it after `finish_adoption`.
 """
 
 from __future__ import annotations

@@ -1193,12 +1193,16 @@ class Life:
             table = group.table[request["seq"]]
             findable = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["num_blocks"])
             ids = np.where(findable, table, NO_BLOCK).astype(np.int32)
-            if findable.any() and bool(self.on_face("pin", ids, group=number).ok):
-                self.pins.append((ids, number))
+            if not findable.any() or not bool(self.on_face("pin", ids, group=number).ok):
+                return
+            self.pins.append((ids, number))
 
     def _unpin(self, request: Request) -> None:
         if self.pins:
             ids, group = self.pins.pop(request["which"] % len(self.pins))
+            if self.adoptions and group == 0 and any(number for _, number in self.pins):
+                self.pins.append((ids, group))  # an adoption's holder is taken for a pin: see `adopt`
+                return
             named = ids[:: -1 if request["which"] % 2 else 1]  # the order of the list does not count
             if not bool(self.on_face("unpin", named, group=group).ok):
                 self.pins.append((ids, group))
