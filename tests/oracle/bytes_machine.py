@@ -50,6 +50,7 @@ from pallas_kernels import lowering_for
 from pallas_kernels.by_token import blocks_by_head, blocks_by_token, head_shape, token_rows
 from pallas_kernels.loops import scan, varying
 from tests import cases, drive
+from tests.drafters import Guesses
 from tests.drive import BOTH
 from tests.oracle import draws
 
@@ -413,6 +414,7 @@ class Config:
       verbs: the verbs to call, or None for all. "loop admit" is an admit inside a loop, "wide extend" an extend between
         loops. Fewer take less time to compile.
       policy: the policy of eviction. None means `lru`.
+      drafts: whether there is a drafter, whose drafts are right, wrong and random in turn.
       options: options for `make_spec`.
     """
 
@@ -431,6 +433,7 @@ class Config:
     lowered: bool = False
     verbs: tuple[str, ...] | None = None
     policy: EvictionPolicy | None = None
+    drafts: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def spec(self) -> CacheSpec:
@@ -1301,6 +1304,8 @@ class Life:
         roots = np.array([name_of(space, ()) for space in space_of], np.int32)
         spaces = [space_of[prompt[0]] for prompt in prompts]
         cache = self.cache if self.host is None else TieredCache(self.cache, self.host)
+        model = Chain(roots, self.config.layers)
+        drafter = Guesses.of(model, VOCAB, self.time % 3) if self.config.drafts else None
         with warnings.catch_warnings(record=True) as failed:
             warnings.simplefilter("always")
             how, run = {"chunk": 8, "k": request["k"]}, kvjax.generate
@@ -1309,8 +1314,8 @@ class Life:
                 how = {"scheduler": options, "priority": request["priorities"]}
             run = for_gpu(run) if self.config.lowered else run
             outputs, cache, events = run(
-                Chain(roots, self.config.layers), cache, prompts, max_new_tokens=request["most"],
-                namespace=spaces, steps=4, reuse="any", **how,
+                model, cache, prompts, max_new_tokens=request["most"], namespace=spaces, steps=4, reuse="any",
+                drafter=drafter, **how,
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
         self.tally["beside other rows"] += len(self.rows) > 0
@@ -1322,6 +1327,8 @@ class Life:
             self._check_chosen(prompt, space, output.tokens)
             self.tally["preempted"] += output.preemptions
             self.tally["generate hit"] += output.cached_tokens > 0
+            self.tally["drafted"] += output.drafted_tokens
+            self.tally["accepted"] += output.accepted_tokens
 
     def _check_chosen(self, prompt: Sequence[int], space: int, tokens: Sequence[int]) -> None:
         """Requires each token to be the model's choice after a tenant's prompt, so no byte it read was wrong."""
@@ -1789,6 +1796,9 @@ CONFIGS = {
     "tokens, latents, host": Config((FULL, LATENT), host=5, faces=("TieredCache",), options={"layout": "tokens"}),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
+    "drafts, mesh": Config(
+        (FULL, RECURRENT), heads=2, blocks=12, drafts=True, verbs=("admit", "commit", "release", "generate")
+    ),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", faces=("TieredCache",), heads=2),
     "fast context": Config(host=5, heads=2, context=2, generate=False, verbs=FAST),
     "context, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8", faces=("TieredCache",), heads=2, context=2),

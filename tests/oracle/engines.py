@@ -97,7 +97,6 @@ class Serves(Config):
       replicas: whether `Replicas` serve.
       penalties: whether requests have penalties, biases and a min-p.
       grammars: whether requests may have a grammar.
-      drafts: whether there is a drafter, whose drafts are right, wrong and random in turn.
     """
 
     verbs: tuple[str, ...] | None = VERBS
@@ -108,7 +107,6 @@ class Serves(Config):
     replicas: bool = False
     penalties: bool = False
     grammars: bool = False
-    drafts: bool = False
 
     def life(self, faults: Faults) -> Any:
         return Replicated(self, faults) if self.replicas else Served(self, faults)

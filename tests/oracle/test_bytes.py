@@ -404,6 +404,12 @@ def test_bytes_of_batches_with_other_rows():
 
 
 @pytest.mark.slow
+def test_bytes_of_drafts_on_a_mesh():
+    tally = live(CONFIGS["drafts, mesh"], seed=1, steps=300).tally
+    assert_happened(tally, "drafted", "accepted", "generated", "generate hit", "beside other rows", "slid")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_bytes_through_every_verb(name):
     jax.clear_caches()  # the programs of the configuration before: see `forget_programs`
