@@ -2,25 +2,31 @@
 """Paged attention for Hopper, as a Mosaic GPU kernel. Shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
 Mosaic cannot index freely, so XLA gathers for it: before the kernel, it gathers the queries of each piece of work into
-a matrix, and after the kernel, the result of each token. If K/V were cut into parts, XLA merges their results.
+a matrix, and after the kernel, the result of each token. If K/V were cut into parts, a second kernel merges them.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.by_token import check_by_head
+from pallas_kernels.mosaic_append import append_kv, rope_append
 from pallas_kernels.mosaic_attention import ROWS, attend
+from pallas_kernels.mosaic_merge import merge
 from pallas_kernels.mosaic_move import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.schedule import query_tiles, split_lengths
 
-__all__ = ["copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
-
-_LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf
+__all__ = [
+    "append_kv",
+    "copy_blocks",
+    "decode_attention",
+    "gather_blocks",
+    "prefill_attention",
+    "rope_append",
+    "scatter_blocks",
+]
 
 
 def decode_attention(
@@ -69,9 +75,10 @@ def decode_attention(
         sinks=sinks,
         interpret=interpret,
     )
-    out, lse = (x[:, :, :group].reshape(parts, heads, *x.shape[3:]) for x in (out, lse))
     if parts > rows:
-        out, lse = _merge(out, lse, starts, q.dtype)
+        out, lse = merge(out, lse, starts, group, q.dtype, interpret=interpret)
+    else:
+        out, lse = (x[:, :, :group].reshape(parts, heads, *x.shape[3:]) for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
@@ -172,18 +179,3 @@ def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
 def _packed(x: jax.Array, multiple: int) -> jax.Array:
     """Pads rows [W, K, G, D] to a multiple."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % multiple), (0, 0)))
-
-
-def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Merges parts f32[W, Q, D] by their lse f32[W, Q]. Row r has the parts starts[r] to starts[r + 1] - 1."""
-    part = jnp.arange(parts.shape[0], dtype=jnp.int32)[None]
-    belongs = (part >= starts[:-1, None]) & (part < starts[1:, None])  # [R, W]
-    score = jnp.where(belongs[..., None], lse[None], -jnp.inf)  # [R, W, Q]
-    highest = jnp.maximum(jnp.max(score, axis=1), _LOWEST)
-    weight = jnp.exp(score - highest[:, None])
-    total = jnp.sum(weight, axis=1)
-    divisor = jnp.where(total > 0, total, 1.0)
-    # The kernel does not write the parts that only pad the list.
-    parts = jnp.where((part[0] < starts[-1])[:, None, None], parts, 0.0)
-    out = jnp.einsum("rwq,wqd->rqd", weight / divisor[:, None], parts, precision=lax.Precision.HIGHEST)
-    return out.astype(dtype), jnp.where(total > 0, highest + jnp.log(divisor), -jnp.inf)

@@ -13,12 +13,14 @@ from typing import NamedTuple
 import jax
 
 SWITCHES = "KVJAX_KERNELS"  # the variable of `switched`
-# The names allowed in the variable.
-_SWITCHED = {
-    **dict.fromkeys(("decode_attention", "prefill_attention"), ("triton", "mosaic", "xla")),
-    **dict.fromkeys(("append_kv", "rope_append"), ("triton", "xla")),
-    **dict.fromkeys(("copy_blocks", "gather_blocks", "scatter_blocks"), ("triton", "mosaic", "xla")),
-}
+# The implementations allowed in the variable, for each function.
+_SWITCHED = dict.fromkeys(
+    (
+        "decode_attention", "prefill_attention", "append_kv", "rope_append", "copy_blocks", "gather_blocks",
+        "scatter_blocks",
+    ),
+    ("triton", "mosaic", "xla"),
+)  # fmt: skip
 
 
 def switched(text: str) -> dict[str, str]:
@@ -86,6 +88,8 @@ def move_programs() -> int:
 
 # Chunks of a program in shared memory at once: three are on their way while a fourth is written.
 MOSAIC_MOVE_STAGES = 4
+# Parts of a row in shared memory at once, of 16 KB each.
+MOSAIC_MERGE_STAGES = 4
 
 
 class Programs(NamedTuple):

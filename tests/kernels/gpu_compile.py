@@ -130,6 +130,12 @@ def rope_append(dtype=None):
     return kernel("rope_append"), (*new, *angles, pool, i32(), i32(256), *scales), (5, *(8 for _ in scales))
 
 
+def by_mosaic(name, case):
+    """Another case of a function, by Mosaic."""
+    _, args, donate = CASES[case]()
+    return kernel(name, implementation="mosaic"), args, donate
+
+
 def moved(name, *args, donate=()):
     """A move of blocks by Mosaic."""
     return kernel(name, implementation="mosaic"), (pool_of(), *args), donate
@@ -254,6 +260,8 @@ CASES = {
     "mosaic_copy": lambda: moved("copy_blocks", i32(64), i32(64), i32(), donate=(0,)),
     "mosaic_gather": lambda: moved("gather_blocks", i32(64)),
     "mosaic_scatter": lambda: moved("scatter_blocks", bf16(64, *pool_of().shape[1:]), i32(64), i32(), donate=(0,)),
+    "mosaic_append": functools.partial(by_mosaic, "append_kv", "append"),
+    "mosaic_rope_append": functools.partial(by_mosaic, "rope_append", "rope_append"),
     "latent_decode": functools.partial(latents, "decode_16"),
     "latent_decode_128": functools.partial(latents, "decode_16", 128),
     "latent_decode_int8": functools.partial(latents, "decode_16", dtype=jnp.int8),

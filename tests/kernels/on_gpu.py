@@ -24,11 +24,11 @@ from pallas_kernels import lowering_for, xla
 from tests.kernels import attention
 
 TRANSITIONS = "transitions"
+MOVES = "append_kv", "rope_append", "copy_blocks", "gather_blocks", "scatter_blocks"
 # (function, implementation): all that can be wrong by itself.
 CHECKS = [
     *((function, who) for function in ("decode_attention", "prefill_attention") for who in ("triton", "mosaic")),
-    *((move, "triton") for move in ("append_kv", "rope_append")),
-    *((move, who) for move in ("copy_blocks", "gather_blocks", "scatter_blocks") for who in ("triton", "mosaic")),
+    *((move, who) for move in MOVES for who in ("triton", "mosaic")),
     (TRANSITIONS, "xla"),
 ]
 WIDE = {"kv_heads": 8, "group": 4, "width": 128, "block_size": 16, "dtype": "bfloat16"}

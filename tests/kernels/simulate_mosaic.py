@@ -97,6 +97,39 @@ def moves():
             np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, wanted)))
 
 
+def writes():
+    """Rotations and writes of tokens, two of which are dropped: more heads than a tile has, and 128 bytes a head."""
+    rng = np.random.default_rng(0)
+    slots, blocks, size = jnp.array([3, 24, 17, 22, 8, 27, 0], jnp.int32), 6, 4
+
+    def numbers(bits, *shape):
+        """Numbers of few bits. float32 holds their products exactly, whatever a compiler fuses."""
+        return rng.integers(-(2**bits), 2**bits, shape) / 2**bits
+
+    for dtype, bits, heads, kv_heads, width in (("bfloat16", 7, 64, 8, 64), ("float32", 11, 4, 1, 32)):
+        shapes = [(slots.size, count, width) for count in (heads, kv_heads, kv_heads)]
+        q, k, v = (jnp.asarray(numbers(bits, *shape), dtype) for shape in shapes)
+        angles = [jnp.asarray(numbers(12, slots.size, 1, width // 2), jnp.float32) for _ in range(2)]
+        pool = jnp.full((blocks + 1, 2, 2, kv_heads, size, width), np.nan, dtype)
+        latents = jnp.full((blocks + 1, 2, 1, 1, size, width * kv_heads), np.nan, dtype)
+        latent = k.reshape(slots.size, 1, -1)
+        args = {
+            "rope_append": [(q, k, v, *angles, pool, jnp.int32(1), slots)],
+            "append_kv": [(pool, jnp.int32(1), k, v, slots)],
+        }
+        if latents.shape[-1] <= 256:
+            args["append_kv"].append((latents, jnp.int32(0), latent, None, slots))
+        for name, calls in args.items():
+            for arguments in calls:
+                wanted = jax.jit(getattr(xla, name))(*arguments)
+                got = jax.jit(functools.partial(getattr(mosaic, name), interpret=True))(*arguments)
+                jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(raw, x) for x in (got, wanted)))
+
+
+def raw(x):
+    return np.asarray(x).view(f"uint{8 * x.dtype.itemsize}")
+
+
 def broken():
     """A loader which does not wait until a stage is free."""
     load, original = mosaic_attention._load, mosaic_attention.plgpu
@@ -116,7 +149,7 @@ CASES |= {
     "chosen_decode": functools.partial(chosen, [1, 1, 1]),
     "chosen_prefill": functools.partial(chosen, [1, 20, 3]),
 }
-CASES |= {"moves": moves, "long": long, "vmap": vmap, "broken": broken}
+CASES |= {"moves": moves, "writes": writes, "long": long, "vmap": vmap, "broken": broken}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pallas_kernels import mosaic, tuning
 from tests.drive import output_of
 from tests.kernels import simulate_mosaic
 
-QUICK = ["decode_all", "prefill_plain", "moves"]
+QUICK = ["decode_all", "prefill_plain", "moves", "writes"]
 LONG = ["prefill_all", "long"]
 SLOW = [case for case in simulate_mosaic.CASES if case not in [*QUICK, *LONG, "broken"]]
 
@@ -59,3 +59,34 @@ def test_what_it_cannot_serve_it_refuses(monkeypatch):
     assert "heads are 40 wide" in refusal(monkeypatch, "hopper", width=40)
     assert "blocks of 24" in refusal(monkeypatch, "hopper", size=24)
     assert "scale -1.0" in refusal(monkeypatch, "hopper", scale=-1.0)
+
+
+def refused(function, *args, **options):
+    with pytest.raises(NotImplementedError) as caught:
+        jax.eval_shape(functools.partial(function, **options), *args)
+    return str(caught.value)
+
+
+def test_writes_that_it_cannot_serve_it_refuses(monkeypatch):
+    slots = jnp.zeros(3, jnp.int32)
+
+    def arguments(width=64, kv_heads=2, dtype="bfloat16", stored="bfloat16"):
+        pool = jax.ShapeDtypeStruct((9, 1, 2, kv_heads, 16, width), stored)
+        k, q = (jax.ShapeDtypeStruct((3, heads, width), dtype) for heads in (kv_heads, 4 * kv_heads))
+        return q, k, pool, jax.ShapeDtypeStruct((3, 1, width // 2), jnp.float32)
+
+    def append(*args, **options):
+        _, k, pool, _ = arguments(*args)
+        return refused(mosaic.append_kv, pool, 0, k, k, slots, **options)
+
+    def rope(*args):
+        q, k, pool, angle = arguments(*args)
+        return refused(mosaic.rope_append, q, k, k, angle, angle, pool, 0, slots)
+
+    monkeypatch.setattr(tuning, "chip", lambda: "ampere")
+    assert "not for ampere" in append() and "not for ampere" in rope()
+    monkeypatch.setattr(tuning, "chip", lambda: "hopper")
+    assert "2 heads of 16 in bfloat16, wanted multiples of 128 bytes" in append(16)
+    assert "a byte per element" in append(64, 2, "bfloat16", "int8", scales=jnp.zeros((9, 1, 2, 2, 16)))
+    assert "288 heads of 64; wanted at most 256, and" in rope(64, 48)
+    assert "bfloat16, bfloat16, bfloat16 and a pool of float32, wanted one dtype" in rope(64, 2, "bfloat16", "float32")

@@ -55,8 +55,13 @@ def test_a_step_compiles_for_a_gpu_with_mosaic_and_plain_xla(gone):
     (result,) = results_of("tests.kernels.gpu_compile", "h200", "step", first=gone)
     assert result["pool_copies"] == 0 and result["aliased"] >= result["pool"]
     assert result["emitted"] == ["mosaic_gpu_v2"]
-    assert set(result["kernels"]) == {"mosaic_decode_attention", "mosaic_copy_blocks"}
-    switches = "decode_attention=mosaic,rope_append=xla,copy_blocks=mosaic"
+    assert set(result["kernels"]) == {
+        "mosaic_rope_append",
+        "mosaic_decode_attention",
+        "mosaic_merge_attention",
+        "mosaic_copy_blocks",
+    }
+    switches = "decode_attention=mosaic,rope_append=mosaic,copy_blocks=mosaic"
     (switched,) = results_of("tests.kernels.gpu_compile", "h200", "step", KVJAX_KERNELS=switches)
     assert switched["emitted"] == result["emitted"] and switched["launches"] == result["launches"]
 
@@ -69,3 +74,10 @@ def test_a_step_without_triton_never_stops_for_the_host(gone):
     for part, counts in without.items():
         print(f"a layer, {part}: {with_it[part]['kernels']} kernels with Triton, {counts['kernels']} without")
         assert counts["stops"] == 0
+
+
+@pytest.mark.slow
+@needs_toolchain
+def test_a_layer_without_triton_has_few_more_kernels(gone):
+    (without,) = results_of("tests.kernels.gpu_programs", "--json", "step_8b_32", first=gone)
+    assert without["middle"]["kernels"] <= 16 and without["all"]["stops"] == 0
