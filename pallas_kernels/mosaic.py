@@ -73,6 +73,7 @@ def decode_attention(
         sink_tokens=sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
+        scales=scales,
         interpret=interpret,
     )
     if parts > rows:
@@ -107,6 +108,8 @@ def prefill_attention(
     """Attends as `xla.prefill_attention`. With `interpret` Pallas's GPU simulator runs it, on any platform."""
     if stride > 1:
         raise NotImplementedError(f"mosaic: got a stride of {stride}, wanted 1; xla has others")
+    if scales is not None:
+        raise NotImplementedError("mosaic: no prefill over K/V with a byte per element")
     tokens, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
     group = heads // kv_heads
@@ -162,10 +165,13 @@ def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
     size, width = pool.shape[4:]
     if not interpret and tuning.chip() != "hopper":
         raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'this device'}")
-    if scales is not None or q.dtype != pool.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+    stored = q.dtype if scales is None else pool.dtype
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or stored != pool.dtype:
         raise NotImplementedError(f"mosaic: q in {q.dtype} over {pool.dtype}; both must be bfloat16 or float16")
     if values is not None:
         raise NotImplementedError("mosaic: no latents")
+    if scales is not None and width % 64:
+        raise NotImplementedError(f"mosaic: heads of a byte per element are {width} wide; wanted a multiple of 64")
     if width % 16 or width > 256:
         raise NotImplementedError(f"mosaic: heads are {width} wide; wanted a multiple of 16 up to 256")
     if size not in (8, 16, 32, 64, 128):

@@ -11,6 +11,9 @@ K and V each have a ring of stages in shared memory: `full[s]` signals a filled 
 its use by all workers. Two workers take turns (ping-pong): a worker uses the tensor cores while the other computes its
 softmax.
 
+K/V with a byte per element arrive with their factors. The worker converts each tile for wgmma, in shared memory. The
+factors of K scale the scores, and those of V the weights.
+
 Source: the roles and the turns come from FlashAttention-3 (Shah et al., 2024).
 """
 
@@ -46,6 +49,7 @@ def attend(
     sink_tokens,
     soft_cap,
     sinks,
+    scales=None,
     interpret,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every piece of work. The results of pieces with count 0 are never written.
@@ -64,6 +68,7 @@ def attend(
       sink_tokens: the number of first tokens seen whatever the window.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
+      scales: f32[N + 1, L, 2, K, P] of a quantised pool, or None. Needs a single worker.
       interpret: whether to simulate the kernel.
 
     Returns:
@@ -72,7 +77,9 @@ def attend(
     pieces, kv_heads, rows, width = q.shape
     size = pool.shape[4]
     packed = tiles.workers * ROWS
-    static = Static(pool.shape, tiles, group, scale, window, sink_tokens, soft_cap, sinks is not None)
+    static = Static(
+        pool.shape, tiles, group, scale, window, sink_tokens, soft_cap, sinks is not None, scales is not None
+    )
     if sinks is None:
         sinks = jnp.zeros((kv_heads, packed), jnp.float32)
     else:  # row x has the sink of head x % G
@@ -88,7 +95,7 @@ def attend(
             jax.ShapeDtypeStruct((pieces, kv_heads, rows, width), dtype),
             jax.ShapeDtypeStruct((pieces, kv_heads, rows), jnp.float32),
         ),
-        scratch_types=_scratch(tiles, run, width, q.dtype, dtype, interpret),
+        scratch_types=_scratch(tiles, run, width, q.dtype, dtype, interpret, None if scales is None else pool.dtype),
         grid=(kv_heads, pieces),
         grid_names=("head", "piece"),
         num_threads=tiles.workers + 1,
@@ -109,37 +116,44 @@ def attend(
         pool.reshape(-1, run, width),
         tables,
         sinks,
+        *([] if scales is None else [scales.reshape(-1, run)]),
     )
 
 
-def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool) -> dict[str, Any]:
+def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool, stored: Any = None) -> dict[str, Any]:
     """Buffers in shared memory, and barriers: q_smem [workers, 64, D], k_smem and v_smem [stages, slots, D], and so on.
 
     The barriers are arrays too, with an entry per worker or per stage of a ring.
     """
 
-    def matrices(count, rows, columns, dtype=dtype):
-        """A buffer laid out for wgmma and TMA."""
+    def matrices(*shape, dtype=dtype):
+        """A buffer [..., rows, columns] laid out for wgmma and TMA."""
+        columns = shape[-1]
         swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
         tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
         swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM((count, rows, columns), dtype, transforms=(tiling, swizzled))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzled))
 
     slots, stages, workers = tiles
+    tile = (stages, slots, width) if stored is None else (slots, width)
+    arrivals = slots // run * (1 if stored is None else 2)
     scratch = {
         "q_smem": matrices(workers, ROWS, width),
-        "k_smem": matrices(stages, slots, width),
-        "v_smem": matrices(stages, slots, width),
+        "k_smem": matrices(*tile),
+        "v_smem": matrices(*tile),
         "lse_smem": plgpu.SMEM((workers, ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_barriers=workers),
-        "k_full": plgpu.Barrier(num_arrivals=slots // run, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=slots // run, num_barriers=stages),
+        "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "k_free": plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         "v_free": plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         "turn": plgpu.Barrier(num_arrivals=workers),
     }
+    if stored is not None:
+        scratch |= {name: matrices(stages, slots, width, dtype=stored) for name in ("k_bytes", "v_bytes")}
+        scratch |= {name: plgpu.SMEM((stages, slots), jnp.float32) for name in ("k_scales", "v_scales")}
     if result != dtype:  # else the result overwrites Q
-        scratch["out_smem"] = matrices(workers, ROWS, width, result)
+        scratch["out_smem"] = matrices(workers, ROWS, width, dtype=result)
     if interpret:
         scratch["p_smem"] = matrices(workers, ROWS, slots)
     return scratch
@@ -156,12 +170,12 @@ def _kernel(
     kv_ref,  # [.., run, D]; contiguous slots: all of a block, or as many as a tile has
     tables_ref,  # i32[R, M]
     sinks_ref,  # f32[K, workers * 64]
-    out_ref,  # [W, K, X, D]
-    lse_ref,  # f32[W, K, X]
-    *,
+    *refs,  # scales f32[.., run], if any; [W, K, X, D]; f32[W, K, X]
     static: Static,
     **scratch,
 ):
+    *scales_refs, out_ref, lse_ref = refs
+    kv_refs = (kv_ref, *scales_refs)
     head = lax.axis_index("head")
     piece_index = lax.axis_index("piece")
     warpgroup = lax.axis_index("warpgroup")
@@ -183,7 +197,7 @@ def _kernel(
     def _():
         if workers > 1:  # setmaxnreg: the workers get the registers that the loader does not need
             plgpu.set_max_registers(40, action="decrease")
-        _load(kv_ref, tables_ref.at[row_ref[piece_index]], head, layer_ref[0], piece(), static, **scratch)
+        _load(kv_refs, tables_ref.at[row_ref[piece_index]], head, layer_ref[0], piece(), static, **scratch)
 
     @pl.when((count_ref[piece_index] > 0) & (warpgroup < workers))
     def _():
@@ -199,7 +213,7 @@ def _kernel(
 
 
 def _load(
-    kv_ref,  # [.., run, D]
+    kv_refs,  # [.., run, D], and f32[.., run]
     table_ref,  # i32[M]
     head,
     layer,
@@ -212,12 +226,17 @@ def _load(
     v_full,
     k_free,
     v_free,
+    k_bytes=None,
+    v_bytes=None,
+    k_scales=None,
+    v_scales=None,
     **_,
 ):
     """The loader: copies the piece's tiles of K and V into stages as they become free."""
     _, layers, _, kv_heads, size, _ = static.pool
     slots, stages, _ = static.tiles
-    run = kv_ref.shape[1]
+    run = kv_refs[0].shape[1]
+    k_targets, v_targets = ((k_bytes, k_scales), (v_bytes, v_scales)) if static.has_scales else ((k_smem,), (v_smem,))
     last = table_ref.shape[0] - 1
     runs = size // run  # in a block
 
@@ -227,12 +246,13 @@ def _load(
         # All ids are read before the first wait.
         blocks = [table_ref[jnp.minimum((slot + i) // size, last)] for i in range(0, slots, run)]
         indices = [(((block * layers + layer) * 2) * kv_heads + head) * runs + slot % size // run for block in blocks]
-        for offset, smem, full, free in (
-            (0, k_smem, k_full.at[stage], k_free.at[stage]),
-            (kv_heads * runs, v_smem, v_full.at[stage], v_free.at[stage]),
+        for offset, targets, full, free in (
+            (0, k_targets, k_full.at[stage], k_free.at[stage]),
+            (kv_heads * runs, v_targets, v_full.at[stage], v_free.at[stage]),
         ):
             pl.when(tile_index >= stages)(functools.partial(plgpu.barrier_wait, free))
             for i, index in enumerate(indices):
-                plgpu.copy_gmem_to_smem(kv_ref.at[index + offset], smem.at[stage, pl.ds(i * run, run)], full)
+                for ref, smem in zip(kv_refs, targets, strict=True):
+                    plgpu.copy_gmem_to_smem(ref.at[index + offset], smem.at[stage, pl.ds(i * run, run)], full)
 
     lax.fori_loop(0, piece.tiles, load_tile, None)

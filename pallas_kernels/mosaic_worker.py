@@ -26,6 +26,7 @@ _LOWEST = np.float32(-1e30)  # finite: score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+_BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Static(NamedTuple):
@@ -39,6 +40,7 @@ class Static(NamedTuple):
     sink_tokens: int  # seen whatever the window
     soft_cap: float | None
     has_sinks: bool
+    has_scales: bool = False  # K/V have a byte per element, and a factor per slot
 
 
 class Piece(NamedTuple):
@@ -72,6 +74,10 @@ def attend_tiles(
     turn,
     out_smem=None,
     p_smem=None,
+    k_bytes=None,
+    v_bytes=None,
+    k_scales=None,
+    v_scales=None,
 ):
     """A worker: attention of its rows of Q over the loader's tiles."""
     slots, stages, workers = static.tiles
@@ -91,8 +97,15 @@ def attend_tiles(
         stage = lax.rem(tile_index, np.int32(stages))
         slot = piece.begin + tile_index * slots
         plgpu.barrier_wait(k_full.at[stage])
-        score = _products(q, k_smem.at[stage], take_turns)
-        plgpu.barrier_arrive(k_free.at[stage])
+        k = _operand(k_smem, k_bytes, stage)
+        k_scale = _scale(k_scales, stage)
+        if static.has_scales:
+            plgpu.barrier_arrive(k_free.at[stage])
+        score = _products(q, k, take_turns)
+        if static.has_scales:
+            score *= lax.broadcast_in_dim(k_scale, score.shape, [1])
+        else:
+            plgpu.barrier_arrive(k_free.at[stage])
         score, factor = _cap(score, static)
         if masked:
             low = None if static.window is None else position - static.window - slot
@@ -103,13 +116,21 @@ def attend_tiles(
         weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new_highest, score.shape, [0]))
         mixed *= lax.broadcast_in_dim(shrink, mixed.shape, [0])
         total = total * shrink + jnp.sum(weight, axis=1)
-        weight = weight.astype(q.dtype)
         plgpu.barrier_wait(v_full.at[stage])
+        v = _operand(v_smem, v_bytes, stage)
+        v_scale = _scale(v_scales, stage)
+        if static.has_scales:
+            plgpu.barrier_arrive(v_free.at[stage])
+            scaled = weight * lax.broadcast_in_dim(v_scale, weight.shape, [1])
+            # The factor of an unseen slot may be NaN.
+            weight = jnp.where(weight > 0, scaled, 0.0) if masked else scaled
+        weight = weight.astype(q.dtype)
         take_turns()
         if masked:
-            _clean_edges(v_smem.at[stage], worker, slot, piece, static)
-        mixed = _accumulate(mixed, weight, v_smem.at[stage], None if p_smem is None else p_smem.at[worker])
-        plgpu.barrier_arrive(v_free.at[stage])
+            _clean_edges(v, worker, slot, piece, static)
+        mixed = _accumulate(mixed, weight, v, None if p_smem is None else p_smem.at[worker])
+        if not static.has_scales:
+            plgpu.barrier_arrive(v_free.at[stage])
         return mixed, new_highest, total
 
     carry = _begin(sinks_ref, worker, q.shape, piece, static)
@@ -118,6 +139,26 @@ def attend_tiles(
     pl.when(worker == 0)(take_turns)
     out = q if out_smem is None else out_smem.at[worker]  # over Q, if it has the same dtype
     _write(out_ref.at[rows], lse_ref.at[rows], out, lse_smem, worker, carry)
+
+
+def _operand(smem, raw, stage):
+    """A tile as the product wants it. Bytes are converted into the tile `smem`.
+
+    Between two conversions of K lies one of V, whose commit waits for all threads, and the other way round.
+    """
+    if raw is None:
+        return smem.at[stage]
+    tile = plgpu.load(raw.at[stage], layout=plgpu.Layout.WGMMA_8BIT)
+    if not jnp.issubdtype(raw.dtype, jnp.integer):  # the hardware converts fp8 to float16 alone
+        tile = tile.astype(jnp.float16).astype(jnp.float32)
+    smem[...] = tile.astype(smem.dtype)
+    plgpu.commit_smem()
+    return smem
+
+
+def _scale(scales, stage):
+    """The factors f32[slots] of a tile, or None."""
+    return None if scales is None else plgpu.load(scales.at[stage], layout=_BY_COLUMN)
 
 
 def _load_queries(q_ref, q_smem, full) -> None:

@@ -260,6 +260,8 @@ CASES = {
     "mosaic_copy": lambda: moved("copy_blocks", i32(64), i32(64), i32(), donate=(0,)),
     "mosaic_gather": lambda: moved("gather_blocks", i32(64)),
     "mosaic_scatter": lambda: moved("scatter_blocks", bf16(64, *pool_of().shape[1:]), i32(64), i32(), donate=(0,)),
+    "mosaic_decode_int8": functools.partial(attention_quantised, "mosaic_decode_16", jnp.int8),
+    "mosaic_decode_fp8": functools.partial(attention_quantised, "mosaic_decode_16", jnp.float8_e4m3fn),
     "mosaic_append": functools.partial(by_mosaic, "append_kv", "append"),
     "mosaic_rope_append": functools.partial(by_mosaic, "rope_append", "rope_append"),
     "latent_decode": functools.partial(latents, "decode_16"),

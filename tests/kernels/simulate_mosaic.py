@@ -43,6 +43,14 @@ def decode(name):
     check_decode(case, "mosaic", **options_for(case, name))
 
 
+def quantised(stored):
+    """K/V with a byte per element, whose unreadable slots and factors are NaN."""
+    for width, name in ((64, "all"), (128, "plain")):
+        lengths = [1, 0, 37, 200, 130]
+        case = Case(lengths, kv_heads=2, group=4, width=width, block_size=16, dtype="bfloat16", stored=stored)
+        check_decode(case, "mosaic", **options_for(case, name))
+
+
 def prefill(name):
     case = case_of(name, [9, 1, 0, 131, 70])
     check_prefill(case, "mosaic", [9, 1, 0, 90, 7], **options_for(case, name))
@@ -149,6 +157,9 @@ CASES |= {
     "chosen_decode": functools.partial(chosen, [1, 1, 1]),
     "chosen_prefill": functools.partial(chosen, [1, 20, 3]),
 }
+CASES |= {
+    "decode_int8": functools.partial(quantised, "int8"), "decode_fp8": functools.partial(quantised, "float8_e4m3fn")
+}  # fmt: skip
 CASES |= {"moves": moves, "writes": writes, "long": long, "vmap": vmap, "broken": broken}
 
 

@@ -17,7 +17,7 @@ from tests.kernels.toolchain import needs_toolchain, results_of
 
 JAXLIB = importlib.metadata.version("jaxlib")
 MOST = (
-    "registers", "stack", "spills", "instructions_32kb", "loop_global_loads", "loop_byte_loads",
+    "registers", "stack", "spills", "instructions_32kb", "loop_instructions", "loop_global_loads", "loop_byte_loads",
     "loop_slow_conversions",
 )  # fmt: skip
 BUDGETS = json.loads((DATA / "gpu_budgets.json").read_text())

@@ -14,7 +14,7 @@ from tests.drive import output_of
 from tests.kernels import simulate_mosaic
 
 QUICK = ["decode_all", "prefill_plain", "moves", "writes"]
-LONG = ["prefill_all", "long"]
+LONG = ["prefill_all", "long", "decode_int8", "decode_fp8"]
 SLOW = [case for case in simulate_mosaic.CASES if case not in [*QUICK, *LONG, "broken"]]
 
 
@@ -59,6 +59,16 @@ def test_what_it_cannot_serve_it_refuses(monkeypatch):
     assert "heads are 40 wide" in refusal(monkeypatch, "hopper", width=40)
     assert "blocks of 24" in refusal(monkeypatch, "hopper", size=24)
     assert "scale -1.0" in refusal(monkeypatch, "hopper", scale=-1.0)
+
+
+def test_prefill_over_bytes_is_left_to_others(monkeypatch):
+    monkeypatch.setattr(tuning, "chip", lambda: "hopper")
+    q, rows = jax.ShapeDtypeStruct((8, 8, 64), jnp.bfloat16), jnp.ones(2, jnp.int32)
+    pool, scales = jax.ShapeDtypeStruct((9, 1, 2, 2, 16, 64), jnp.int8), jax.ShapeDtypeStruct((9, 1, 2, 2, 16), "f4")
+    args = q, pool, 0, jnp.zeros((2, 4), jnp.int32), rows, rows, rows
+    assert "no prefill over K/V with a byte" in refused(
+        lambda scales, *args: mosaic.prefill_attention(*args, max_count=8, scale=1.0, scales=scales), scales, *args
+    )
 
 
 def refused(function, *args, **options):
