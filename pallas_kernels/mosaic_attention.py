@@ -236,7 +236,8 @@ def _load(
     _, layers, _, kv_heads, size, _ = static.pool
     slots, stages, _ = static.tiles
     run = kv_refs[0].shape[1]
-    k_targets, v_targets = ((k_bytes, k_scales), (v_bytes, v_scales)) if static.has_scales else ((k_smem,), (v_smem,))
+    k_targets: tuple[Any, ...] = (k_bytes, k_scales) if static.has_scales else (k_smem,)
+    v_targets: tuple[Any, ...] = (v_bytes, v_scales) if static.has_scales else (v_smem,)
     last = table_ref.shape[0] - 1
     runs = size // run  # in a block
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,15 +97,12 @@ def attend_tiles(
         stage = lax.rem(tile_index, np.int32(stages))
         slot = piece.begin + tile_index * slots
         plgpu.barrier_wait(k_full.at[stage])
-        k = _operand(k_smem, k_bytes, stage)
-        k_scale = _scale(k_scales, stage)
-        if static.has_scales:
-            plgpu.barrier_arrive(k_free.at[stage])
+        k, factors = _operand(k_smem, k_bytes, k_scales, k_free, stage)
         score = _products(q, k, take_turns)
-        if static.has_scales:
-            score *= lax.broadcast_in_dim(k_scale, score.shape, [1])
-        else:
+        if factors is None:
             plgpu.barrier_arrive(k_free.at[stage])
+        else:
+            score *= lax.broadcast_in_dim(factors, score.shape, [1])
         score, factor = _cap(score, static)
         if masked:
             low = None if static.window is None else position - static.window - slot
@@ -117,11 +114,9 @@ def attend_tiles(
         mixed *= lax.broadcast_in_dim(shrink, mixed.shape, [0])
         total = total * shrink + jnp.sum(weight, axis=1)
         plgpu.barrier_wait(v_full.at[stage])
-        v = _operand(v_smem, v_bytes, stage)
-        v_scale = _scale(v_scales, stage)
-        if static.has_scales:
-            plgpu.barrier_arrive(v_free.at[stage])
-            scaled = weight * lax.broadcast_in_dim(v_scale, weight.shape, [1])
+        v, factors = _operand(v_smem, v_bytes, v_scales, v_free, stage)
+        if factors is not None:
+            scaled = weight * lax.broadcast_in_dim(factors, weight.shape, [1])
             # The factor of an unseen slot may be NaN.
             weight = jnp.where(weight > 0, scaled, 0.0) if masked else scaled
         weight = weight.astype(q.dtype)
@@ -129,7 +124,7 @@ def attend_tiles(
         if masked:
             _clean_edges(v, worker, slot, piece, static)
         mixed = _accumulate(mixed, weight, v, None if p_smem is None else p_smem.at[worker])
-        if not static.has_scales:
+        if factors is None:
             plgpu.barrier_arrive(v_free.at[stage])
         return mixed, new_highest, total
 
@@ -141,24 +136,22 @@ def attend_tiles(
     _write(out_ref.at[rows], lse_ref.at[rows], out, lse_smem, worker, carry)
 
 
-def _operand(smem, raw, stage):
-    """A tile as the product wants it. Bytes are converted into the tile `smem`.
+def _operand(smem, raw, scales, free, stage) -> tuple[Any, Any]:
+    """A tile as the product wants it, and its factors f32[slots]; None if it is the loader's, which is still in use.
 
-    Between two conversions of K lies one of V, whose commit waits for all threads, and the other way round.
+    Bytes are converted into the tile `smem`, and their stage is free again. Between two conversions of K lies one of V,
+    whose commit waits for all threads, and the other way round.
     """
     if raw is None:
-        return smem.at[stage]
+        return smem.at[stage], None
     tile = plgpu.load(raw.at[stage], layout=plgpu.Layout.WGMMA_8BIT)
     if not jnp.issubdtype(raw.dtype, jnp.integer):  # the hardware converts fp8 to float16 alone
         tile = tile.astype(jnp.float16).astype(jnp.float32)
     smem[...] = tile.astype(smem.dtype)
+    factors = plgpu.load(scales.at[stage], layout=_BY_COLUMN)
     plgpu.commit_smem()
-    return smem
-
-
-def _scale(scales, stage):
-    """The factors f32[slots] of a tile, or None."""
-    return None if scales is None else plgpu.load(scales.at[stage], layout=_BY_COLUMN)
+    plgpu.barrier_arrive(free.at[stage])
+    return smem, factors
 
 
 def _load_queries(q_ref, q_smem, full) -> None:

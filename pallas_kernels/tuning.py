@@ -14,7 +14,7 @@ import jax
 
 SWITCHES = "KVJAX_KERNELS"  # the variable of `switched`
 # The implementations allowed in the variable, for each function.
-_SWITCHED = dict.fromkeys(
+_SWITCHED: dict[str, tuple[str, ...]] = dict.fromkeys(
     (
         "decode_attention", "prefill_attention", "append_kv", "rope_append", "copy_blocks", "gather_blocks",
         "scatter_blocks",
