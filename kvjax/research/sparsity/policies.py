@@ -163,7 +163,7 @@ def random(seed: int = 0) -> SparsityPolicy:
 
     def choose(scores: Scores, state: None) -> tuple[jax.Array, None]:
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(scores.position)
-        noise = jax.vmap(lambda key: jax.random.uniform(key, (scores.num_columns,)))(keys)
+        noise = jax.vmap(lambda key: jax.random.uniform(key, (scores.num_columns,), jnp.float32))(keys)
         return scores.best(noise), state
 
     return SparsityPolicy(_after_prompt(choose))
@@ -180,7 +180,7 @@ def quest() -> SparsityPolicy:
 
     def init(rows: int, columns: int, kv_heads: int, width: int) -> tuple[jax.Array, jax.Array]:
         shape = rows, kv_heads, columns, width
-        return jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf)
+        return jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
 
     return SparsityPolicy(choose, init)
 

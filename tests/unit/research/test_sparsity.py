@@ -3,7 +3,9 @@
 
 import itertools
 import math
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,8 +38,7 @@ SPEC = kvjax.make_spec(
 )
 
 
-@pytest.fixture(scope="module")
-def steps():
+def make_steps():
     """The scores of a prompt without its last two tokens, and of two steps with a token each."""
     rng = np.random.default_rng(0)
     pools = kvjax.init_pools(SPEC)
@@ -53,6 +54,11 @@ def steps():
         q = jnp.asarray(rng.standard_normal((3, width, 4, 8)), jnp.float32)
         made.append(Scores(q, pools, 0, now, 0.3, index=None, scale=None, soft_cap=None))
     return made
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return make_steps()
 
 
 def best(score, count, taken):
@@ -98,6 +104,18 @@ def test_a_policy_reads_the_blocks_with_the_best_scores(name, steps):
         assert got == best(np.asarray(score)[row, : BLOCKS[row]], BUDGETS[row], taken)
 
 
+@row("`TOVAPress`")
+def test_the_last_token_of_a_prompt_may_choose_alone(steps):
+    prompt, _, last = steps
+    policy = sparsity.snapkv(window=1)
+    _, state = policy.choose(prompt, policy.init(3, COLUMNS, 2, 8))
+    columns, _ = policy.choose(last, state)
+    score = np.asarray(prompt.mass(last=1))
+    for row, got in enumerate(columns_of(columns)):
+        taken = set(range(math.ceil((LENGTHS[row] - 2) / SIZE), BLOCKS[row])) | {BLOCKS[row] - 1}
+        assert got == best(score[row, : BLOCKS[row]], BUDGETS[row], taken)
+
+
 @row("`ObservedAttentionPress`")
 def test_h2o_adds_the_mass_of_the_blocks_that_it_reads(steps):
     policy = sparsity.h2o()
@@ -125,13 +143,34 @@ def test_random_blocks_differ_from_step_to_step_and_keep_the_budget(steps):
     assert drawn[0] != drawn[1] and [len(columns) for columns in drawn] == [math.ceil(0.3 * 10), math.ceil(0.3 * 11)]
 
 
+def choices(name, steps):
+    """A policy's columns in each step, and the dtypes of its state before and after each."""
+    policy = sparsity.POLICIES[name]
+    state = None if policy.init is None else policy.init(3, COLUMNS, 2, 8)
+    made, dtypes = [], [[x.dtype for x in jax.tree.leaves(state)]]
+    for scores in steps:
+        columns, state = policy.choose(scores, state)
+        made.append(np.asarray(columns))
+        dtypes.append([x.dtype for x in jax.tree.leaves(state)])
+    return made, dtypes
+
+
+@pytest.mark.parametrize("name", sparsity.POLICIES)
+def test_64_bit_types_change_no_choice_and_no_state(name, steps):
+    wanted, _ = choices(name, steps)
+    with jax.enable_x64(True):
+        made, dtypes = choices(name, make_steps())
+    np.testing.assert_array_equal(made, wanted)
+    assert all(each == dtypes[0] for each in dtypes) and jnp.float64 not in dtypes[0]
+
+
 @pytest.fixture(scope="module")
 def model():
     return loading.load(recall.CHECKPOINT)[0]
 
 
 @pytest.mark.long
-@row("`ScorerPress.score`", "`PyramidKVPress`")
+@row("`ScorerPress.score`", "`PyramidKVPress`, `PerLayerCompressionPress`")
 def test_a_policy_of_ones_own_may_give_each_layer_another_budget(model):
     """A SparsityPolicy of Scores reads all blocks in layer 0, and the last two in layer 1."""
     seen = []
@@ -148,6 +187,24 @@ def test_a_policy_of_ones_own_may_give_each_layer_another_budget(model):
 def needles(rows, seed=0):
     tokens, (mark,) = recall.make_batch(np.random.default_rng(seed), rows, 24, 1)
     return sparsity.Texts(tokens[:, : mark + 2], 24 * recall.FACT_TOKENS)
+
+
+@pytest.mark.long
+def test_two_programs_serve_all_budgets_and_needles(model):
+    """One for prompts and one for steps, however many blocks they read. A text has fewer rows than the needles."""
+    traced = []
+
+    def choose(scores, state):
+        traced.append((scores.layer, scores.is_prompt))
+        return scores.all if scores.is_prompt else scores.recent(scores.budget), state
+
+    texts, asked = needles(1), needles(5, seed=1)
+    options = {"policies": {"recent": sparsity.SparsityPolicy(choose)}, "budgets": [0.1, 0.5, 1.0], "block_size": 4}
+    _, *lines = sparsity.study(model, model.layer_specs(), texts, asked, **options)
+    assert sorted(traced) == [(0, False), (0, True), (1, False), (1, True)]
+    assert lines[0].bytes_read < lines[1].bytes_read < lines[2].bytes_read
+    whole = sparsity.follow(model, model.layer_specs(), asked, block_size=4)
+    assert lines[2].recall == np.mean(whole.greedy[:, -1] == asked.tokens[:, -1]) and lines[0].recall < lines[2].recall
 
 
 @pytest.mark.long
@@ -244,6 +301,28 @@ def test_a_table_and_a_picture_have_a_line_for_each_policy(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
     drawn = [[line.get_label() for line in ax.get_lines()] for ax in figure.axes]
     assert drawn[0] == ["a", "b", "full attention"] and len(drawn) == 2
+
+
+class Words:
+    """A tokenizer whose tokens are lengths of words, and a line's end is a 0."""
+
+    def encode(self, text, add_special_tokens=True):
+        assert not add_special_tokens
+        ids = [len(word) for word in text.replace("\n", " \n ").split(" ") if word != ""]
+        return types.SimpleNamespace(ids=[0 if n == 1 else n for n in ids])
+
+
+def test_needles_are_in_prompts_of_the_fillers_length():
+    """Each at another depth, and then the question and the first token of its answer."""
+    filler = np.arange(100, 140, dtype=np.int32)
+    made = command._needles(Words(), filler, 3)
+    assert made.num_prompt == 40 and made.tokens.shape == (3, 40 + 8)
+    text = np.arange(100, 131).tolist()  # 40 + 8 tokens without a sentence of 9, and a question of 7 with an answer
+    for tokens, depth, city, word in zip(made.tokens.tolist(), (5, 15, 25), (4, 4, 5), (5, 6, 6), strict=True):
+        asked = [0, 3, 6, 4, 2, city, 2]  # The secret word of Oslo is
+        assert tokens == [*text[:depth], *asked, word + 1, 0, *text[depth:], *asked, word]  # mango., mango
+    with pytest.raises(ValueError, match="--prompt: got 9, wanted more than 9 tokens, for the needles"):
+        command._needles(Words(), filler[:9], 3)
 
 
 def only_first():
