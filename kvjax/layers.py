@@ -17,6 +17,7 @@ from pallas_kernels.by_token import token_rows
 QUANTISED = ("int8", "float8_e4m3fn")
 DTYPES = ("bfloat16", "float16", "float32", *QUANTISED)  # of K/V
 LAYOUTS = ("heads", "tokens")  # of K/V in a pool
+TPU_LANES = 128  # a TPU's minor axes are multiples of this number of elements
 NUM_TOKENS = "num_tokens"  # the array of a snapshot with the number of tokens before it
 
 

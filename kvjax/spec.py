@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.layers import LAYOUTS, QUANTISED, kv_dtype, set_ints, static_int
+from kvjax.layers import LAYOUTS, QUANTISED, TPU_LANES, kv_dtype, set_ints, static_int
 from kvjax.layers import LayerSpec as LayerSpec
 from kvjax.layers import PoolSpec as PoolSpec
 from kvjax.layers import StateArray as StateArray
@@ -297,7 +297,8 @@ def make_spec(
         leaves the device without a move, inside a jitted loop too. Needs `num_host_blocks`.
       layout: the order of a block's K/V in a pool: "heads", or "tokens", in which a TPU's attention kernel reads them.
         Blocks outside of pools, such as those of a save, are the same for both. Latents, states and quantised K/V have
-        "heads" alone. None chooses "tokens" in a process with a TPU where it can, else "heads".
+        "heads" alone. None chooses "tokens" in a process with a TPU where it can, else "heads", and refuses quantised
+        heads there if their width is no multiple of 128.
 
     Returns:
       The spec. Layers are grouped by window: full attention first, then windows from small to large, then recurrent
@@ -320,8 +321,10 @@ def make_spec(
     max_seqs = static_int("max_seqs", max_seqs, 1)
     max_blocks = -(-max_length // block_size)
     dtype = kv_dtype(dtype)
-    layout = _layout(layout, dtype)
-    groups = _groups(layers, dtype, layout, num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
+    chosen_layout = _layout(layout, dtype)
+    groups = _groups(layers, dtype, chosen_layout, num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
+    if layout is None and lowers_for("tpu"):
+        _refuse_narrow(groups)
     if partial_reuse is None:
         partial_reuse = not any(group.recurrent for group in groups)
     spec = CacheSpec(
@@ -390,6 +393,19 @@ def _layout(layout: str | None, dtype: str) -> str:
     if layout == "tokens" and dtype in QUANTISED:
         raise ValueError(f"layout: got 'tokens' for K/V in {dtype}, wanted 'heads', the layout of quantised K/V")
     return layout
+
+
+def _refuse_narrow(groups: Sequence[GroupSpec]) -> None:
+    """Raises a ValueError for quantised K/V of which a TPU would copy whole pools."""
+    for pool in (pool for group in groups if not group.recurrent for pool in group.pools):
+        width = pool.head_dim
+        if pool.dtype in QUANTISED and pool.values is None and width % TPU_LANES:
+            wide = -(-width // TPU_LANES) * TPU_LANES
+            raise ValueError(
+                f"layers: got heads of {width} for K/V in {pool.dtype}, wanted a multiple of {TPU_LANES} on a TPU, "
+                f"which would copy the whole pool in each program. Pad the heads to {wide}, choose another dtype, or "
+                f"say layout='heads' to have them nevertheless"
+            )
 
 
 def _pools(layers: Sequence[LayerSpec], dtype: str, layout: str) -> dict[_Key, list[PoolSpec]]:

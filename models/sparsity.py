@@ -98,26 +98,29 @@ def _checkpoint(args: argparse.Namespace) -> tuple[Any, sparsity.Texts, sparsity
     wanted = args.prompt + args.tokens
     if tokens.size < wanted:
         raise ValueError(f"--text: got {tokens.size:,} tokens, wanted --prompt and --tokens: {wanted:,}")
-    needles = [_needle(tokenizer, tokens[: args.prompt], i, args.needles) for i in range(args.needles)]
-    length = min([len(needle) for needle, _ in needles], default=0)
     texts = sparsity.Texts(tokens[None, :wanted], args.prompt)
-    if not needles:
-        return model, texts, None
-    # Needles differ by a few tokens: the filler at the front is cut.
-    after = max(question for _, question in needles)
-    return model, texts, sparsity.Texts(np.stack([needle[-length:] for needle, _ in needles]), length - after)
+    return model, texts, _needles(tokenizer, tokens[: args.prompt], args.needles) if args.needles else None
 
 
-def _needle(tokenizer: Any, filler: np.ndarray, needle_index: int, count: int) -> tuple[np.ndarray, int]:
-    """A text with a sentence at some depth, a question and its answer. Also the tokens of question and answer."""
-    city = _CITIES[needle_index % len(_CITIES)]
+def _needles(tokenizer: Any, filler: np.ndarray, count: int) -> sparsity.Texts:
+    """The filler with a sentence at some depth, as a prompt of the filler's length, then a question and its answer.
+
+    So the programs for a text of the filler's length serve these prompts too.
+    """
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
-    sentence = encode(f"\nThe secret word of {city} is {_WORDS[needle_index % len(_WORDS)]}.\n")
-    question = encode(f"\nThe secret word of {city} is")
-    answer = encode(f" {_WORDS[needle_index % len(_WORDS)]}")[:1]
-    depth = int(len(filler) * (needle_index + 0.5) / count)
-    end = [*question, *answer]
-    return np.array([*filler[:depth], *sentence, *filler[depth:], *end], np.int32), len(end)
+    sentences, ends = [], []
+    for city, word in itertools.islice(zip(itertools.cycle(_CITIES), itertools.cycle(_WORDS)), count):
+        sentences.append(encode(f"\nThe secret word of {city} is {word}.\n"))
+        ends.append([*encode(f"\nThe secret word of {city} is"), *encode(f" {word}")[:1]])
+    after = max(map(len, ends))
+    rows = []
+    for row, (sentence, end) in enumerate(zip(sentences, ends, strict=True)):
+        num_filler = filler.size + after - len(sentence) - len(end)
+        if num_filler <= 0:
+            raise ValueError(f"--prompt: got {filler.size}, wanted more than {len(sentence)} tokens, for the needles")
+        depth = int(num_filler * (row + 0.5) / count)
+        rows.append([*filler[:depth], *sentence, *filler[depth:num_filler], *end])
+    return sparsity.Texts(np.array(rows, np.int32), filler.size)
 
 
 if __name__ == "__main__":

@@ -359,10 +359,27 @@ def _runs(shape, run, layer, block):
 def _by_token(pool, layer, block, run, width):
     """K and V f32[W, K, B * P, D] of a tile of blocks i32[W, B] in a pool by token, in the order of `_runs`."""
     gathered = pool.at[block, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    num_tiles, blocks, size, _, row_width = gathered.shape
+    num_runs = size // run
+    if row_width > width and lowers_for("tpu"):
+        return _narrow_heads(gathered.reshape(num_tiles, blocks, num_runs, run, -1, row_width), width)
     gathered = lax.optimization_barrier(gathered.astype(jnp.float32))
-    num_tiles, blocks, size = gathered.shape[:3]
-    kv = gathered.reshape(num_tiles, blocks, size // run, run, -1, 2, width)
+    kv = gathered.reshape(num_tiles, blocks, num_runs, run, -1, 2, width)
     return kv.transpose(5, 0, 4, 2, 1, 3, 6).reshape(2, num_tiles, -1, blocks * size, width)
+
+
+def _narrow_heads(tokens, width):
+    """K and V f32[W, K, B * P, D] of tokens [W, B, P / run, run, R, row width], where heads share a row.
+
+    They are cut out of the rows: a TPU fills up an axis of width D to 128 elements, in each step of a reshape.
+    """
+    num_tiles, blocks, num_runs, run, num_rows, row_width = tokens.shape
+    num_slots = blocks * num_runs * run
+    tokens = tokens.transpose(0, 4, 2, 1, 3, 5).reshape(num_tiles, num_rows, num_slots, row_width)
+    parts = [tokens[..., begin : begin + width] for begin in range(0, row_width, width)]
+    by_row = (jnp.stack(part, axis=2).astype(jnp.float32) for part in (parts[::2], parts[1::2]))
+    keys, values = (part.reshape(num_tiles, -1, num_slots, width) for part in by_row)
+    return keys, values
 
 
 def _run(size: int, width: int) -> int:

@@ -51,6 +51,17 @@ def test_narrow_heads_share_rows(rows, kv_heads, width):
     np.testing.assert_array_equal(blocks_by_head(jnp.asarray(by_token), width), blocks)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads_that_share_rows_are_cut_out_of_them_on_a_tpu(shape):
+    kv_heads, group, width, block_size = shape
+    case = Case(LENGTHS, kv_heads=kv_heads, group=group, width=width, block_size=block_size, layout="tokens")
+    args = decode_args(case)
+    wanted = jax.jit(functools.partial(xla.decode_attention, scale=0.3))(*args)
+    with pallas_kernels.lowering_for("tpu"):  # the program for a TPU runs here
+        got = jax.jit(functools.partial(xla.decode_attention, scale=0.3))(*args)
+    np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.long), "all"])
 @pytest.mark.parametrize("shape", [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.long) for shape in SHAPES[1:])])
 def test_xla_gives_the_same_bits_by_token_as_by_head(shape, name):

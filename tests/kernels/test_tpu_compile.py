@@ -51,3 +51,10 @@ def test_pools_stay_in_place(target, case):
         assert len(in_layers) == 2 * tpu_compile.LAYERS
         of_pools = re.compile("/(write|rope_write|attend|copy_blocks|extend|commit|trim)/")
         assert not any(of_pools.search(place) for place in result["collectives"])
+
+
+def test_temporaries_are_those_that_the_compiler_asks_memory_for():
+    """The temporaries of this program take 4 MiB, and `temp_size_in_bytes` would be 8."""
+    command = sys.executable, "-m", "tests.kernels.tpu_compile", "limit", "v4", "step_tokens"
+    asked = json.loads(output_of(*command).splitlines()[-1])
+    assert asked["refusal"] - 0.1 < asked["analysis"] < asked["refusal"] + 1

@@ -53,12 +53,18 @@ def test_the_programs_of_all_processes_are_reported_without_those_from_the_cache
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ci", "status", "report"), [("true", 1, "serve programs: got 4, wanted at most 3"), ("", 0, "4 serve")]
+    ("ci", "mark", "status", "report"),
+    [
+        ("true", "slow", 1, "serve programs: got 4, wanted at most 3"),
+        ("", "slow", 0, "4 serve"),
+        ("true", "long", 0, "0 serve"),
+    ],
 )
-def test_a_run_of_ci_that_compiles_more_loops_than_its_budget_fails(ci, status, report, tmp_path):
+def test_a_run_of_ci_that_compiles_more_loops_than_its_budget_fails(ci, mark, status, report, tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for count in range(4):
-        (tmp_path / f"test_{count}.py").write_text(TEST.format(count=count))
+        marked = f"import pytest\npytestmark = pytest.mark.{mark}\n{TEST.format(count=count)}"
+        (tmp_path / f"test_{count}.py").write_text(marked)
     run = sys.executable, "-m", "pytest", "-q", "-n", "2", f"--rootdir={tmp_path}", str(tmp_path)
     env = {**os.environ, "CI": ci, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
     done = subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)

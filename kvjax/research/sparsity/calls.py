@@ -101,7 +101,9 @@ def call_sparse(
             columns, _ = policy.choose(scores, None)
         else:
             assert isinstance(layer, int)
-            columns, states[layer] = policy.choose(scores, states.get(layer))
+            # The choice waits for the state. Else the next layer might write to the pools before the state has read
+            # them, and XLA would copy the pools in each layer.
+            columns, states[layer] = jax.lax.optimization_barrier(policy.choose(scores, states.get(layer)))
         return select_blocks(view, columns)
 
     with sparse_attention(choose):

@@ -139,13 +139,15 @@ def study(
         reader = _Reader(model, layers, policy, max_length, block_size, dtype)
         shares = [1.0] if policy is None else budgets
         of_texts = reader.follow(texts, shares)
-        of_needles = of_texts  # for the same texts, and without needles
+        parts = [of_texts]  # for the same texts
         if needles is not None and needles is not texts:
-            of_needles = reader.follow(needles, shares)
-        for budget, text, needle in zip(shares, of_texts, of_needles, strict=True):
-            recall = None
-            if needles is not None:
-                recall = float(np.mean(needle.greedy[:, -1] == needles.tokens[:, -1]))
+            rows = len(texts.tokens)  # so the programs for the texts serve needles with prompts of the same length
+            starts = range(0, len(needles.tokens), rows)
+            parts = [
+                reader.follow(needles._replace(tokens=needles.tokens[start : start + rows]), shares) for start in starts
+            ]
+        recalls = [None] * len(shares) if needles is None else _recalls(needles, parts)
+        for budget, text, recall in zip(shares, of_texts, recalls, strict=True):
             yield Measurement(
                 name,
                 budget,
@@ -183,6 +185,13 @@ def follow(
     """
     max_length = np.shape(texts.tokens)[1]
     return _Reader(model, layers, policy, max_length, block_size, dtype).follow(texts, [budget])[0]
+
+
+def _recalls(needles: Texts, parts: Iterable[Sequence[Followed]]) -> Iterator[float]:
+    """The share of needles found with each budget, by what a model said to each part of the needles."""
+    for of_budget in zip(*parts, strict=True):
+        said = np.concatenate([followed.greedy[:, -1] for followed in of_budget])
+        yield float(np.mean(said == needles.tokens[:, -1]))
 
 
 class _Reader:

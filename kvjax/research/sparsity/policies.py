@@ -91,7 +91,8 @@ class Scores:
     def best(self, score: jax.Array, among: jax.Array | None = None) -> jax.Array:
         """bool[R, M]; the blocks with the highest score f32[R, M], as many as the budget leaves.
 
-        The step's own blocks count, and so do blocks where `among` bool[R, M] is False: the others compete.
+        The step's own blocks count, and so do blocks where `among` bool[R, M] is False: the others compete. A block
+        with a score of -inf is not chosen, though the budget has room.
         """
         taken = self.column >= self.first_own[:, None]
         taken = taken if among is None else taken | ~among
@@ -100,7 +101,8 @@ class Scores:
         order = jnp.argsort(jnp.where(taken | ~self.all, jnp.inf, -score), axis=1).astype(jnp.int32)
         row = np.broadcast_to(np.arange(order.shape[0], dtype=np.int32)[:, None], order.shape)
         is_best = jnp.broadcast_to(self.column < num_others[:, None], order.shape)
-        return taken | put(jnp.zeros(order.shape, bool), (row, order), True, is_best)
+        best = put(jnp.zeros(order.shape, bool), (row, order), True, is_best)
+        return taken | (best & self.all & (score > -jnp.inf))
 
     def mass(self, columns: jax.Array | None = None, last: int | None = None) -> jax.Array:
         """f32[R, M]; attention mass of each block, summed over heads, as `block_mass`.
@@ -163,7 +165,7 @@ def random(seed: int = 0) -> SparsityPolicy:
 
     def choose(scores: Scores, state: None) -> tuple[jax.Array, None]:
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(scores.position)
-        noise = jax.vmap(lambda key: jax.random.uniform(key, (scores.num_columns,)))(keys)
+        noise = jax.vmap(lambda key: jax.random.uniform(key, (scores.num_columns,), jnp.float32))(keys)
         return scores.best(noise), state
 
     return SparsityPolicy(_after_prompt(choose))
@@ -180,7 +182,7 @@ def quest() -> SparsityPolicy:
 
     def init(rows: int, columns: int, kv_heads: int, width: int) -> tuple[jax.Array, jax.Array]:
         shape = rows, kv_heads, columns, width
-        return jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf)
+        return jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
 
     return SparsityPolicy(choose, init)
 
@@ -188,27 +190,34 @@ def quest() -> SparsityPolicy:
 def h2o(recent: float = 0.5) -> SparsityPolicy:
     """The blocks with the largest mass so far, and a share `recent` of the budget for recent blocks. Source: H2O.
 
-    A block has mass from the prompt, and from the steps that read it.
+    A block has mass from the prompt, and from the steps that read it. A block that a step did not read is dropped.
     """
 
     def choose(scores: Scores, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         if scores.is_prompt:
             mass = scores.mass()
             return scores.all, jnp.where((scores.first_own > 0)[:, None], state, 0.0) + mass
-        last = scores.recent(jnp.ceil(scores.budget.astype(jnp.float32) * recent).astype(jnp.int32))
+        last = scores.recent(_part(scores.budget, recent))
         columns = scores.best(state, among=~last)
-        return columns, state + scores.mass(columns)
+        return columns, _dropped(scores, columns, state + scores.mass(columns))
 
     return SparsityPolicy(choose, _zeros, returns=False)
 
 
-def snapkv(window: int = 32) -> SparsityPolicy:
-    """The blocks to which the last `window` tokens of the prompt attended, and all blocks since. Source: SnapKV."""
+def snapkv(window: int = 32, since: float = 0.5) -> SparsityPolicy:
+    """The blocks to which the last `window` tokens of the prompt attended, and the blocks since. Source: SnapKV.
+
+    The blocks since have at most a share `since` of the budget (SnapKV has no limit for them), and the oldest of them
+    are dropped first. A block that a step did not read is dropped.
+    """
 
     def choose(scores: Scores, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         if scores.is_prompt:
             return scores.all, jnp.where(scores.all, scores.mass(last=window), jnp.inf)
-        return scores.best(state), state
+        is_new = state == jnp.inf
+        last = is_new & scores.recent(_part(scores.budget, since))
+        columns = scores.best(jnp.where(is_new, 0.0, state), among=~last)
+        return columns, _dropped(scores, columns, state)
 
     return SparsityPolicy(choose, _zeros, returns=False)
 
@@ -229,3 +238,13 @@ def _after_prompt(choose: Callable[[Scores, Any], tuple[jax.Array, Any]]) -> Cal
 
 def _zeros(rows: int, columns: int, kv_heads: int, width: int) -> jax.Array:
     return jnp.zeros((rows, columns), jnp.float32)
+
+
+def _part(budget: jax.Array, share: float) -> jax.Array:
+    """i32[R]; a share of the budget, rounded up."""
+    return jnp.ceil(budget.astype(jnp.float32) * share).astype(jnp.int32)
+
+
+def _dropped(scores: Scores, columns: jax.Array, state: jax.Array) -> jax.Array:
+    """The scores f32[R, M] of a policy after a step, with -inf for each block that the step did not read."""
+    return jnp.where(scores.all & ~columns, -jnp.inf, state)

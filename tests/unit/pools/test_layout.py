@@ -49,7 +49,11 @@ def test_a_process_for_tpus_has_pools_by_token_where_it_can():
     assert spec_of(None).groups[0].pools[0].layout == "heads"
     with pallas_kernels.lowering_for("tpu"):
         assert spec_of(None).groups[0].pools[0].layout == "tokens"
-        assert spec_of(None, dtype="int8").groups[0].pools[0].layout == "heads"
+        wide, narrow = ([kvjax.LayerSpec(2, width)] for width in (128, 64))
+        assert spec_of(None, wide, dtype="int8").groups[0].pools[0].layout == "heads"
+        with pytest.raises(ValueError, match="got heads of 64 for K/V in int8, wanted a multiple of 128 on a TPU"):
+            spec_of(None, narrow, dtype="int8")
+        assert spec_of("heads", narrow, dtype="int8").groups[0].pools[0].layout == "heads"
 
 
 def test_a_mesh_divides_rows_of_heads_and_no_blocks():

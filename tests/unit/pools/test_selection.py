@@ -112,6 +112,26 @@ def test_the_triton_kernels_read_chosen_blocks(form, interpreted):
     check("kv", form, "float32", [some_columns(0.4)], "triton")
 
 
+@pytest.mark.parametrize("form", ["decode", pytest.param("mixed", marks=pytest.mark.long)])
+def test_64_bit_types_stay_out_of_a_choice(form):
+    now = FORMS[form][0](states("kv", form)[1])
+    chosen = np.arange(16) % 2 == 0
+    wanted = [(x.shape, x.dtype) for x in jax.tree.leaves(select_blocks(now, chosen))]
+    with jax.enable_x64(True):
+        assert [(x.shape, x.dtype) for x in jax.tree.leaves(select_blocks(now, chosen))] == wanted
+        check("kv", form, "float32", [some_columns(0.4)])
+
+
+def test_one_program_serves_every_choice():
+    """Whatever its number of blocks, and though it is made outside of the program."""
+    now, pools = view(states("kv", "decode")[1], 1), written("kv", "decode")
+    run = jax.jit(lambda q, pools, now: attend(q, pools, 0, now))
+    q = np.ones((3, 1, HEADS, 16), np.float32)
+    for columns in (np.zeros(16, bool), np.arange(16) < 3, some_columns(0.5), np.ones((3, 16), bool)):
+        run(q, pools, select_blocks(now, columns))
+    assert run._cache_size() == 1
+
+
 def test_several_caches_choose_different_blocks():
     """Under vmap each cache has columns of its own."""
     chosen = np.stack([some_columns(0.4, seed) for seed in (3, 4)])

@@ -3,7 +3,9 @@
 
 import itertools
 import math
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,8 +38,7 @@ SPEC = kvjax.make_spec(
 )
 
 
-@pytest.fixture(scope="module")
-def steps():
+def make_steps():
     """The scores of a prompt without its last two tokens, and of two steps with a token each."""
     rng = np.random.default_rng(0)
     pools = kvjax.init_pools(SPEC)
@@ -55,9 +56,14 @@ def steps():
     return made
 
 
-def best(score, count, taken):
-    """The columns that a row reads: all taken, and the best of the others."""
-    others = sorted(set(range(len(score))) - taken, key=lambda column: -score[column])
+@pytest.fixture(scope="module")
+def steps():
+    return make_steps()
+
+
+def best(score, count, taken, held):
+    """The columns that a row reads: all taken, and the best of the others that it holds."""
+    others = sorted(held - taken, key=lambda column: -score[column])
     return taken | set(others[: max(count - len(taken), 0)])
 
 
@@ -84,18 +90,74 @@ def test_a_policy_reads_the_blocks_with_the_best_scores(name, steps):
     prompt, middle, last = steps
     columns, state = policy.choose(prompt, state)
     assert np.array_equal(columns, prompt.all)
+    held = [set(range(blocks)) for blocks in BLOCKS]
     columns, state = policy.choose(middle, state)
-    before = state
-    columns, _ = policy.choose(last, state)
-    masses = {"attention_mass": lambda: last.mass(), "snapkv": lambda: prompt.mass(last=32), "h2o": lambda: before}
+    if not policy.returns:  # the next step may read these, and a new one
+        held = [seen | {blocks - 1} for seen, blocks in zip(columns_of(columns), BLOCKS, strict=True)]
+    masses = {"attention_mass": lambda: last.mass(), "snapkv": lambda: prompt.mass(last=32), "h2o": lambda: state}
     score = last.bound(*last.bounds()) if name == "quest" else masses[name]()
+    columns, _ = policy.choose(last, state)
     for row, got in enumerate(columns_of(columns)):
         taken = {BLOCKS[row] - 1}
         if name == "h2o":
             taken = set(range(BLOCKS[row] - math.ceil(0.5 * BUDGETS[row]), BLOCKS[row]))
         if name == "snapkv":
             taken |= set(range(math.ceil((LENGTHS[row] - 2) / SIZE), BLOCKS[row]))
-        assert got == best(np.asarray(score)[row, : BLOCKS[row]], BUDGETS[row], taken)
+        assert got == best(np.asarray(score)[row, : BLOCKS[row]], BUDGETS[row], taken, held[row])
+
+
+def scores_at(length, rng):
+    """The scores of a step with a token, or of a prompt of 19, of a row in other blocks each time."""
+    is_prompt = length == 19
+    pools = kvjax.init_pools(SPEC)
+    pools = pools.with_pool(0, 0, jnp.asarray(rng.standard_normal(pools.arrays[0][0].shape), jnp.float32))
+    positions = jnp.arange(0 if is_prompt else length - 1, length, dtype=jnp.int32)[None]
+    lengths, counts = jnp.array([length], jnp.int32), jnp.array([positions.size], jnp.int32)
+    now = kvjax.pools.View((jnp.arange(COLUMNS, dtype=jnp.int32)[None],), positions, lengths, (positions,), counts)
+    q = jnp.asarray(rng.standard_normal((1, positions.size, 4, 8)), jnp.float32)
+    return Scores(q, pools, 0, now.replace(spec=SPEC), 0.4, index=None, scale=None, soft_cap=None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, policy in sparsity.POLICIES.items() if not policy.returns])
+def test_a_block_that_a_step_did_not_read_never_returns(name):
+    """Else the blocks held would be more than the study says. The budget grows with the row."""
+    policy, rng = sparsity.POLICIES[name], np.random.default_rng(0)
+    state = None if policy.init is None else policy.init(1, COLUMNS, 2, 8)
+    _, state = policy.choose(scores_at(19, rng), state)
+    held, counts = np.ones(COLUMNS, bool), []
+    for length in range(20, SIZE * COLUMNS + 1):
+        scores = scores_at(length, rng)
+        columns, state = policy.choose(scores, state)
+        read = np.asarray(columns & scores.all)[0]
+        assert not np.any(read & ~held) and read[(length - 1) // SIZE]
+        held = read | (np.arange(COLUMNS) > (length - 1) // SIZE)
+        counts.append(int(read.sum()))
+        assert counts[-1] <= scores.budget[0]
+    assert counts[-1] == math.ceil(0.4 * COLUMNS)
+
+
+@pytest.mark.long
+def test_snapkv_keeps_blocks_of_the_prompt_however_many_come_after_it():
+    policy, rng = sparsity.snapkv(), np.random.default_rng(0)
+    _, state = policy.choose(scores_at(19, rng), policy.init(1, COLUMNS, 2, 8))
+    for length in range(20, SIZE * COLUMNS + 1):
+        columns, state = policy.choose(scores_at(length, rng), state)
+    chosen = np.flatnonzero(columns[0])
+    assert len(chosen) == 5 and chosen[0] < 5 and chosen[-3:].tolist() == [9, 10, 11]
+
+
+@row("`TOVAPress`")
+def test_the_last_token_of_a_prompt_may_choose_alone(steps):
+    prompt, middle, _ = steps
+    policy = sparsity.snapkv(window=1)
+    _, state = policy.choose(prompt, policy.init(3, COLUMNS, 2, 8))
+    columns, _ = policy.choose(middle, state)
+    score = np.asarray(prompt.mass(last=1))
+    for row, got in enumerate(columns_of(columns)):
+        num_blocks = math.ceil((LENGTHS[row] - 1) / SIZE)
+        budget = math.ceil(0.3 * num_blocks)
+        assert got == best(score[row, :num_blocks], budget, {num_blocks - 1}, set(range(num_blocks)))
 
 
 @row("`ObservedAttentionPress`")
@@ -104,10 +166,11 @@ def test_h2o_adds_the_mass_of_the_blocks_that_it_reads(steps):
     _, mass = policy.choose(steps[0], jnp.zeros((3, COLUMNS)))
     np.testing.assert_allclose(mass.sum(axis=1), [4 * (length - 2) for length in LENGTHS], rtol=1e-5)
     columns, after = policy.choose(steps[1], mass)
-    gained = np.asarray(after - mass)
+    is_read = np.isfinite(after)
+    gained = np.where(is_read, after - mass, 0)
     np.testing.assert_allclose(gained.sum(axis=1), 4, rtol=1e-4)  # of each of four heads
     read = columns_of(columns)
-    assert all(set(np.flatnonzero(row > 1e-4).tolist()) <= seen for row, seen in zip(gained, read, strict=True))
+    assert columns_of(is_read & np.asarray(steps[1].all)) == read
 
 
 def test_quest_keeps_the_bounds_of_all_blocks_though_it_computes_one(steps):
@@ -125,13 +188,34 @@ def test_random_blocks_differ_from_step_to_step_and_keep_the_budget(steps):
     assert drawn[0] != drawn[1] and [len(columns) for columns in drawn] == [math.ceil(0.3 * 10), math.ceil(0.3 * 11)]
 
 
+def choices(name, steps):
+    """A policy's columns in each step, and the dtypes of its state before and after each."""
+    policy = sparsity.POLICIES[name]
+    state = None if policy.init is None else policy.init(3, COLUMNS, 2, 8)
+    made, dtypes = [], [[x.dtype for x in jax.tree.leaves(state)]]
+    for scores in steps:
+        columns, state = policy.choose(scores, state)
+        made.append(np.asarray(columns))
+        dtypes.append([x.dtype for x in jax.tree.leaves(state)])
+    return made, dtypes
+
+
+@pytest.mark.parametrize("name", sparsity.POLICIES)
+def test_64_bit_types_change_no_choice_and_no_state(name, steps):
+    wanted, _ = choices(name, steps)
+    with jax.enable_x64(True):
+        made, dtypes = choices(name, make_steps())
+    np.testing.assert_array_equal(made, wanted)
+    assert all(each == dtypes[0] for each in dtypes) and jnp.float64 not in dtypes[0]
+
+
 @pytest.fixture(scope="module")
 def model():
     return loading.load(recall.CHECKPOINT)[0]
 
 
 @pytest.mark.long
-@row("`ScorerPress.score`", "`PyramidKVPress`")
+@row("`ScorerPress.score`", "`PyramidKVPress`, `PerLayerCompressionPress`")
 def test_a_policy_of_ones_own_may_give_each_layer_another_budget(model):
     """A SparsityPolicy of Scores reads all blocks in layer 0, and the last two in layer 1."""
     seen = []
@@ -148,6 +232,24 @@ def test_a_policy_of_ones_own_may_give_each_layer_another_budget(model):
 def needles(rows, seed=0):
     tokens, (mark,) = recall.make_batch(np.random.default_rng(seed), rows, 24, 1)
     return sparsity.Texts(tokens[:, : mark + 2], 24 * recall.FACT_TOKENS)
+
+
+@pytest.mark.long
+def test_two_programs_serve_all_budgets_and_needles(model):
+    """One for prompts and one for steps, however many blocks they read. A text has fewer rows than the needles."""
+    traced = []
+
+    def choose(scores, state):
+        traced.append((scores.layer, scores.is_prompt))
+        return scores.all if scores.is_prompt else scores.recent(scores.budget), state
+
+    texts, asked = needles(1), needles(5, seed=1)
+    options = {"policies": {"recent": sparsity.SparsityPolicy(choose)}, "budgets": [0.1, 0.5, 1.0], "block_size": 4}
+    _, *lines = sparsity.study(model, model.layer_specs(), texts, asked, **options)
+    assert sorted(traced) == [(0, False), (0, True), (1, False), (1, True)]
+    assert lines[0].bytes_read < lines[1].bytes_read < lines[2].bytes_read
+    whole = sparsity.follow(model, model.layer_specs(), asked, block_size=4)
+    assert lines[2].recall == np.mean(whole.greedy[:, -1] == asked.tokens[:, -1]) and lines[0].recall < lines[2].recall
 
 
 @pytest.mark.long
@@ -179,6 +281,23 @@ def test_a_budget_of_all_blocks_is_full_attention(model):
 def small_spec(model):
     sizes = {"num_blocks": 4, "max_seqs": 1, "max_length": 16, "block_size": 4}
     return kvjax.make_spec(model.layer_specs(), dtype="float32", sparse=True, **sizes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [1, 16], ids=["step", "prompt"])
+def test_a_state_of_mass_costs_no_copy_of_the_pools(model, width):
+    """A layer's mass is read before the next layer writes, though the model's output does not depend on it."""
+    sizes = {"num_blocks": 512, "max_seqs": 1, "max_length": 64, "block_size": 4}
+    spec = kvjax.make_spec(model.layer_specs(), dtype="float32", sparse=True, **sizes)
+    policy, state, pools = sparsity.h2o(), kvjax.init(spec), kvjax.init_pools(spec)
+
+    def run(model, pools, states, state, tokens, budget):
+        options = {"policy": policy, "budget": budget, "states": states}
+        return sparsity.call_sparse(model, tokens, pools, kvjax.view(state, width), **options)
+
+    given = model, pools, sparsity.init_states(policy, spec), state, np.zeros((1, width), np.int32), np.float32(0.5)
+    program = jax.jit(run, donate_argnums=1).lower(*given).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.5 * sum(x.nbytes for x in jax.tree.leaves(pools))
 
 
 @pytest.mark.long
@@ -244,6 +363,28 @@ def test_a_table_and_a_picture_have_a_line_for_each_policy(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
     drawn = [[line.get_label() for line in ax.get_lines()] for ax in figure.axes]
     assert drawn[0] == ["a", "b", "full attention"] and len(drawn) == 2
+
+
+class Words:
+    """A tokenizer whose tokens are lengths of words, and a line's end is a 0."""
+
+    def encode(self, text, add_special_tokens=True):
+        assert not add_special_tokens
+        ids = [len(word) for word in text.replace("\n", " \n ").split(" ") if word != ""]
+        return types.SimpleNamespace(ids=[0 if n == 1 else n for n in ids])
+
+
+def test_needles_are_in_prompts_of_the_fillers_length():
+    """Each at another depth, and then the question and the first token of its answer."""
+    filler = np.arange(100, 140, dtype=np.int32)
+    made = command._needles(Words(), filler, 3)
+    assert made.num_prompt == 40 and made.tokens.shape == (3, 40 + 8)
+    text = np.arange(100, 131).tolist()  # 40 + 8 tokens without a sentence of 9, and a question of 7 with an answer
+    for tokens, depth, city, word in zip(made.tokens.tolist(), (5, 15, 25), (4, 4, 5), (5, 6, 6), strict=True):
+        asked = [0, 3, 6, 4, 2, city, 2]  # The secret word of Oslo is
+        assert tokens == [*text[:depth], *asked, word + 1, 0, *text[depth:], *asked, word]  # mango., mango
+    with pytest.raises(ValueError, match="--prompt: got 9, wanted more than 9 tokens, for the needles"):
+        command._needles(Words(), filler[:9], 3)
 
 
 def only_first():

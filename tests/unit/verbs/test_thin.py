@@ -279,6 +279,48 @@ def test_blocks_are_selected_among_those_that_are_left(thinned):
         np.testing.assert_allclose(read[seq, 0], dense(q[seq, 0], k[seq], v[seq], tokens), atol=2e-6)
 
 
+WINDOW, SINKS, END = 6, 2, 18  # the sinks are in column 0, the window of the last tokens in columns 3 and 4
+
+
+@pytest.mark.parametrize("hole", [0, 1, 3], ids=["of the sinks", "of nobody else", "of the window"])
+def test_a_window_with_sinks_reads_the_blocks_that_full_attention_let_go(hole):
+    """A hole is of the full-attention group alone, and the other group has its holes in front."""
+    layers = [kvjax.LayerSpec(HEADS, WIDTH), kvjax.LayerSpec(HEADS, WIDTH, window=WINDOW, sink_tokens=SINKS)]
+    sizes = {"num_blocks": 8, "max_seqs": 1, "max_length": 20, "block_size": SIZE}
+    spec = kvjax.make_spec(layers, dtype="float32", thinning=True, sparse=True, **sizes)
+    rng = np.random.default_rng(0)
+    k, v = rng.normal(size=(2, 1, END, HEADS, WIDTH)).astype(np.float32)
+    q = rng.normal(size=(1, 1, HEADS, WIDTH)).astype(np.float32)
+    text = rng.integers(0, 99, END, dtype=np.int32)
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(cache):
+        cache, _ = cache.admit(0, text, END)
+        pools = cache.pools
+        for layer in range(2):
+            pools = kvjax.write(pools, layer, k, v, cache.view(END, END))
+        cache, _ = cache.replace(pools=pools).commit(text[None], [END - 1])
+        before = cache.state
+        cache, events = cache.thin(0, columns(hole))
+        arrays = []
+        for group, (array,) in zip(cache.state.groups, cache.pools.arrays, strict=True):
+            is_held = jnp.any(np.arange(len(array))[:, None] == group.table, axis=1)
+            arrays.append((jnp.where(is_held.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.nan),))
+        pools, view = cache.pools.replace(arrays=tuple(arrays)), cache.view(1)
+        out = [kvjax.attend(q, pools, layer, view, window=layers[layer].window)[0, 0] for layer in range(2)]
+        return before, cache.state, events, out
+
+    before, after, events, out = run(kvjax.Cache.create(spec))
+    assert events.ok
+    kvjax.check(after)
+    assert [int(block) < 0 for block in after.groups[0].table[0]] == columns(hole).tolist()
+    np.testing.assert_array_equal(after.groups[1].table, before.groups[1].table)
+    token = np.arange(END)
+    np.testing.assert_allclose(out[0], dense(q[0, 0], k[0], v[0], token[token // SIZE != hole]), atol=2e-6)
+    in_window = (token < SINKS) | (token > END - 1 - WINDOW)
+    np.testing.assert_allclose(out[1], dense(q[0, 0], k[0], v[0], token[in_window]), atol=2e-6)
+
+
 @pytest.mark.long
 def test_caches_of_a_batch_are_thinned_each():
     states = jax.vmap(lambda size: kvjax.init(SPEC, num_blocks=size))(np.array([10, 12]))
