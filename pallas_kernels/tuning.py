@@ -15,12 +15,17 @@ import jax
 SWITCHES = "KVJAX_KERNELS"  # the variable of `switched`
 # The implementations allowed in the variable, for each function.
 _SWITCHED: dict[str, tuple[str, ...]] = dict.fromkeys(
-    (
-        "decode_attention", "prefill_attention", "append_kv", "rope_append", "copy_blocks", "gather_blocks",
+    [
+        "decode_attention",
+        "prefill_attention",
+        "append_kv",
+        "rope_append",
+        "copy_blocks",
+        "gather_blocks",
         "scatter_blocks",
-    ),
+    ],
     ("triton", "mosaic", "xla"),
-)  # fmt: skip
+)
 
 
 def switched(text: str) -> dict[str, str]:

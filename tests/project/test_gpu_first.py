@@ -95,7 +95,7 @@ def test_all_of_it_runs_where_only_jax_numpy_and_flax_are(tmp_path):
     assert any(re.fullmatch(r" *[\d.]+x the time of a copy: decode_2x64_b16 xla", line) for line in summary)
 
 
-SOME = ("device", "check decode_attention triton", "check append_kv", "decode_2x64_b16", "ceilings")
+SOME = ("device", "check decode_attention triton", "check append_kv triton", "decode_2x64_b16", "ceilings")
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_a_switch_that_names_nothing_is_refused():
     assert switched("") == {} and switched("copy_blocks=mosaic,append_kv=triton") == {
         "copy_blocks": "mosaic", "append_kv": "triton",
     }  # fmt: skip
-    for text in ("decode=xla", "append_kv=mosaic", "append_kv"):
+    for text in ("decode=xla", "append_kv=tpu", "append_kv"):
         with pytest.raises(
             ValueError, match=rf"^KVJAX_KERNELS: got '{text}', wanted some of decode_attention=triton\|mo"
         ):
