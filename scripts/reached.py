@@ -5,13 +5,16 @@
     python scripts/reached.py pages [BASE]     # pages of docs/ whose cells are to run
 
 BASE is the commit before the change, HEAD~10 by default. In a clone without history, everything is reached. A module
-reaches the tests of its room, and any test with an import of its name. The core also reaches the oracle's machines.
+reaches the tests of its room, and any test with an import of its name. The core also reaches the oracle's machines. A
+module of models/ reaches the tests that import it, also through other modules, or name it in a command.
 Programs over pools reach their table of copies. A test or a page reaches itself. Tools of tests reach nothing, because
 the default tests use them all.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -21,9 +24,10 @@ from collections.abc import Iterable
 ROOT = pathlib.Path(__file__).parents[1]
 CORE = ("state", "cache", "tiered", "blocks", "verbs", "policies", "events", "pools")
 COPIES = "tests/unit/test_copies.py"  # of the core, of loops and of kernels
+COMMANDS = ["tests/project/test_commands.py", "tests/project/test_model_recipes.py"]
 # Folders and files outside kvjax's rooms, and their tests.
 HOMES = {
-    "models": ["tests/models", "tests/project/test_commands.py", "tests/project/test_model_recipes.py"],
+    "models": ["tests/models", *COMMANDS],
     "pallas_kernels": ["tests/kernels", "tests/unit/gpu", COPIES],
     "benchmarks": ["tests/project/test_benchmarks.py", "tests/project/test_pages_of_results.py"],
     "scripts": ["tests/project/test_packaging.py"],
@@ -55,7 +59,11 @@ def tests_of(files: Iterable[str] | None) -> list[str]:
             found |= {COPIES} if package in (*CORE, "serving") else set()
         elif top == "tests" and rest[-1].startswith("test_"):
             found.add(file)
-        found.update(HOMES.get(top, []))
+        if top == "models" and file.endswith(".py") and (ROOT / file).exists():
+            found |= {path for path in dependents(file) if pathlib.PurePath(path).name.startswith("test_")}
+            found.update(COMMANDS)
+        else:
+            found.update(HOMES.get(top, []))
     return sorted(path for path in found if (ROOT / path).exists())
 
 
@@ -66,6 +74,32 @@ def importers(file: str) -> set[str]:
     line = re.compile(rf"^(?:from {module} |import {module}$|from {home} import .*\b{name}\b)", re.MULTILINE)
     tests = (ROOT / "tests").rglob("test_*.py")
     return {str(path.relative_to(ROOT)) for path in tests if line.search(path.read_text())}
+
+
+def dependents(file: str) -> set[str]:
+    """The files in models/ and tests/ that import a module of models/, also through others of them, and itself."""
+    found = {file}
+    while more := {path for path, imported in _imports().items() if path not in found and imported & found}:
+        found |= more
+    return found
+
+
+@functools.cache
+def _imports() -> dict[str, set[str]]:
+    """The files of models/ and tests/ with the files that each may import. Commands in strings count too."""
+    found = {}
+    for path in (path for folder in ("models", "tests") for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        names = set(re.findall(r"\bmodels\.\w+", text))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                module = ".".join(filter(None, ["models" if node.level else "", node.module]))
+                names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        files = {name.replace(".", "/") for name in names}
+        found[str(path.relative_to(ROOT))] = {f"{file}{end}" for file in files for end in (".py", "/__init__.py")}
+    return found
 
 
 def pages_of(files: Iterable[str] | None) -> list[str]:

@@ -17,11 +17,21 @@ from tests.drive import ROOT
         (["kvjax/verbs/trim.py"], ["tests/oracle", "tests/unit/test_copies.py", "tests/unit/verbs"]),
         (["pallas_kernels/decode.py"], ["tests/kernels", "tests/unit/gpu", "tests/unit/test_copies.py"]),
         (["tests/unit/gone/test_gone.py"], []),
+        (["models/checkpoints/recall/config.json"], ["tests/models", *reached.COMMANDS]),
+        (["models/sparsity.py"], [*reached.COMMANDS, "tests/unit/research/test_sparsity.py"]),
+        (["models/gone.py"], ["tests/models", *reached.COMMANDS]),
         (None, ["tests"]),
     ],
 )
 def test_a_package_reaches_its_tests_and_a_test_itself(files, wanted):
     assert reached.tests_of(files) == wanted
+
+
+def test_a_module_of_models_reaches_tests_through_others_and_by_commands():
+    found = reached.tests_of(["models/serve_http.py"])
+    assert "tests/models/test_serve_hostile.py" in found and "tests/models/test_fp8.py" not in found
+    assert "tests/models/test_prefill_decode.py" in reached.tests_of(["models/prefill_decode.py"])
+    assert "tests/models/test_models.py" in reached.tests_of(["models/rope.py"])
 
 
 def test_a_page_reaches_itself():
