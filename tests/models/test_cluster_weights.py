@@ -92,10 +92,12 @@ def test_a_folder_that_does_not_load_leaves_the_weights(front, tmp_path):
 
 def test_weights_that_come_back_have_a_new_name(front, other):
     """Their arrays are other ones, which an engine refuses under the same name."""
-    update = front[2]["two"]
-    update.update(None)
-    names = [update.name]
-    for config in ({"weights": str(other), "in_flight": "continue"}, {"weights": str(CHECKPOINT)}):
-        update.update(config)
+    update, names = front[2]["two"], []
+    update.update(None)  # the first weights, which may be in use already
+    for folder in (other, CHECKPOINT) * 2:
+        assert update.update({"weights": str(folder), "in_flight": "continue"})
         names.append(update.name)
-    assert len(set(names)) == 3 and names[1].endswith(" 2") and names[2] == f"{names[0]} 2"
+    assert len(set(names)) == 4
+    kind, number, *count = names[0].split()
+    again = int(count[0]) + 1 if count else 2
+    assert names[2] == f"{kind} {number} {again}"
