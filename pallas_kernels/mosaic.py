@@ -165,8 +165,7 @@ def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
     size, width = pool.shape[4:]
     if not interpret and tuning.chip() != "hopper":
         raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'this device'}")
-    stored = q.dtype if scales is None else pool.dtype
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or stored != pool.dtype:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or (scales is None and q.dtype != pool.dtype):
         raise NotImplementedError(f"mosaic: q in {q.dtype} over {pool.dtype}; both must be bfloat16 or float16")
     if values is not None:
         raise NotImplementedError("mosaic: no latents")
