@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvjax: a functional paged KV cache for JAX."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvjax import debug as debug
 from kvjax import events as events
 from kvjax import policies as policies
 from kvjax import pools as pools
-from kvjax import serving as serving
 from kvjax import sizing as sizing
 from kvjax import spec as spec
 from kvjax import state as state
@@ -17,7 +19,6 @@ from kvjax.debug import check, show
 from kvjax.events import Events, Status, fold, to_list
 from kvjax.policies import Retention, by_score, lru
 from kvjax.pools import apply, attend, init_pools, ragged, recur, rest, rope_write, view, write
-from kvjax.serving import Sampling, generate, rollout, run_batch, score, step, stream
 from kvjax.sizing import plan
 from kvjax.spec import CacheSpec, LayerSpec, make_spec
 from kvjax.state import CacheState, EvictionPolicy
@@ -31,6 +32,22 @@ from kvjax.verbs.release import release
 from kvjax.verbs.thin import thin
 from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
+
+if TYPE_CHECKING:
+    from kvjax import serving as serving
+    from kvjax.serving import Sampling, generate, rollout, run_batch, score, step, stream
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`serving` and its names, which are loaded when first used: that takes as long as all the rest."""
+        if name != "serving" and name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        serving = importlib.import_module("kvjax.serving")
+        return serving if name == "serving" else getattr(serving, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, "serving"})
+
 
 __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
