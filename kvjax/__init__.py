@@ -34,19 +34,23 @@ from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
 if TYPE_CHECKING:
+    from kvjax import grammar as grammar
     from kvjax import serving as serving
+    from kvjax import stores as stores
     from kvjax.serving import Sampling, generate, rollout, run_batch, score, step, stream
 else:
+    _LATER = ("grammar", "serving", "stores")
 
     def __getattr__(name: str) -> Any:
-        """`serving` and its names, which are loaded when first used: that takes as long as all the rest."""
-        if name != "serving" and name not in __all__:
+        """Loads `serving` and the modules below it when they are first used: that takes as long as all the rest."""
+        if name not in _LATER and name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        serving = importlib.import_module("kvjax.serving")
-        return serving if name == "serving" else getattr(serving, name)
+        if name in _LATER:
+            return importlib.import_module(f"{__name__}.{name}")
+        return getattr(importlib.import_module(f"{__name__}.serving"), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, "serving"})
+        return sorted({*globals(), *__all__, *_LATER})
 
 
 __version__ = "0.1.0"

@@ -148,6 +148,17 @@ def test_kernels_are_imported_while_a_call_is_traced():
     output_of(sys.executable, "-c", IMPORTS_KERNELS)
 
 
+def test_serving_is_loaded_when_it_is_first_used():
+    code = """
+import sys, kvjax
+assert "kvjax.serving" not in sys.modules
+assert {"serving", "stores", "grammar", "generate", "Cache"} <= set(dir(kvjax)) and not hasattr(kvjax, "nothing")
+assert kvjax.stores.gather and kvjax.grammar.compile_schema and kvjax.generate is kvjax.serving.generate
+print("done")
+"""
+    assert output_of(sys.executable, "-c", code) == "done\n"
+
+
 @pytest.mark.long
 def test_importing_the_library_takes_little_more_than_importing_jax():
     """CPU time, best of some: at most 1.25 times that of importing jax and numpy.
