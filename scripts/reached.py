@@ -5,10 +5,10 @@
     python scripts/reached.py pages [BASE]     # pages of docs/ whose cells are to run
 
 BASE is the commit before the change, HEAD~10 by default. In a clone without history, everything is reached. A module
-reaches the tests of its room, and any test with an import of its name. The core also reaches the oracle's machines. A
-module of models/ reaches the tests that import it, also through other modules, or name it in a command.
-Programs over pools reach their table of copies. A test or a page reaches itself. Tools of tests reach nothing, because
-the default tests use them all.
+reaches the tests of its room, and any test with an import of its name. The names in `kvjax/__init__.py`, which the
+default tests use, reach the tests of packaging. The core also reaches the oracle's machines. A module of models/ reaches
+the tests that import it, also through other modules, or name it in a command. Programs over pools reach their table of
+copies. A test or a page reaches itself. Tools of tests reach nothing, because the default tests use them all.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from collections.abc import Iterable
 ROOT = pathlib.Path(__file__).parents[1]
 CORE = ("state", "cache", "tiered", "blocks", "verbs", "policies", "events", "pools")
 COPIES = "tests/unit/test_copies.py"  # of the core, of loops and of kernels
+PACKAGING = "tests/project/test_packaging.py"
 COMMANDS = ["tests/project/test_commands.py", "tests/project/test_model_recipes.py"]
 # Folders and files outside kvjax's rooms, and their tests.
 HOMES = {
     "models": ["tests/models", *COMMANDS],
     "pallas_kernels": ["tests/kernels", "tests/unit/gpu", COPIES],
     "benchmarks": ["tests/project/test_benchmarks.py", "tests/project/test_pages_of_results.py"],
-    "scripts": ["tests/project/test_packaging.py"],
+    "scripts": [PACKAGING],
     "docs": ["tests/project/test_pages.py"],
     "README.md": ["tests/project/test_readme.py"],
-    "pyproject.toml": ["tests/project/test_packaging.py"],
+    "pyproject.toml": [PACKAGING],
 }
 
 
@@ -52,6 +53,9 @@ def tests_of(files: Iterable[str] | None) -> list[str]:
     for file in files:
         top, *rest = pathlib.PurePath(file).parts
         if top == "kvjax":
+            if rest == ["__init__.py"]:
+                found.add(PACKAGING)
+                continue
             package = pathlib.PurePath(rest[0]).stem
             home = {f"tests/unit/{package}", f"tests/unit/test_{package.removeprefix('_')}.py"}
             found |= home if any((ROOT / path).exists() for path in home) else importers(f"kvjax/{package}")

@@ -13,6 +13,7 @@ from tests.drive import ROOT
         ([], []),
         (["CHANGELOG.md", "tests/drive.py"], []),
         (["kvjax/stores/folders.py"], ["tests/unit/stores"]),
+        (["kvjax/__init__.py"], [reached.PACKAGING]),
         (["kvjax/sizing.py", "tests/oracle/test_bytes.py"], ["tests/oracle/test_bytes.py", "tests/unit/test_plan.py"]),
         (["kvjax/verbs/trim.py"], ["tests/oracle", "tests/unit/test_copies.py", "tests/unit/verbs"]),
         (["pallas_kernels/decode.py"], ["tests/kernels", "tests/unit/gpu", "tests/unit/test_copies.py"]),
