@@ -6,9 +6,9 @@
 
 BASE is the commit before the change, HEAD~10 by default. In a clone without history, everything is reached. A module
 reaches the tests of its room, and any test with an import of its name. The names in `kvjax/__init__.py`, which the
-default tests use, reach the tests of packaging. The core also reaches the oracle's machines. A module of models/ reaches
-the tests that import it, also through other modules, or name it in a command. Programs over pools reach their table of
-copies. A test or a page reaches itself. Tools of tests reach nothing, because the default tests use them all.
+default tests use, reach the tests of packaging. The core also reaches the oracle's machines. A module of models/
+reaches the tests that import it, also through other modules, or name it in a command. Programs over pools reach their
+table of copies. A test or a page reaches itself. Tools of tests reach nothing, because the default tests use them all.
 """
 
 from __future__ import annotations
