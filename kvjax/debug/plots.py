@@ -100,7 +100,9 @@ def plot_blocks(
     wide = 2 * math.sqrt(-(-num_blocks // per_cell))  # makes a map about four times as wide as it is high
     columns = min(max(1 << math.ceil(math.log2(wide)), 16), 64)
     lanes = np.flatnonzero(seen.in_use).tolist()
-    kinds = [*_NAMES][: 8 if state.spec.groups[group].num_host_blocks else 4]
+    kinds = [kind for kind in _NAMES if kind != "host backup" or state.spec.backups]
+    if not state.spec.groups[group].num_host_blocks:
+        kinds = kinds[:4]
     drawing = _Drawing(columns, numbered=columns <= _MAX_LABELLED_COLUMNS and per_cell == 1, kinds=kinds)
     _draw_map(drawing, seen, per_cell)
     _draw_lanes(drawing, seen, lanes, gaps=state.spec.groups[group].kind is not Kind.FULL)

@@ -185,3 +185,17 @@ def test_plot_blocks_draws_tiers_and_gaps(state, tmp_path):
     assert [text.get_text() for text in ax.get_legend().get_texts()][4:] == [
         "not written", "on the host, swapped out", "on the host, cached", "on the host, empty", "on the move",
     ]  # fmt: skip
+
+
+def test_the_legend_names_copies_on_the_host_where_there_may_be_some():
+    from matplotlib.figure import Figure
+
+    options = {"num_blocks": 8, "num_host_blocks": 8, "max_seqs": 2, "max_length": 16, "block_size": 4}
+    legends = []
+    for backups in (False, True):
+        state = kvjax.init(kvjax.make_spec(backups=backups, **options))
+        ax = kvjax.debug.plot_blocks(state, ax=Figure().subplots())
+        legends.append([text.get_text() for text in ax.get_legend().get_texts()])
+    without, with_backups = legends
+    assert [name for name in with_backups if name != "on the host, a copy"] == without
+    assert without[-1] == "on the move" and len(with_backups) == len(without) + 1
